@@ -34,15 +34,15 @@ from lightning_gpu_tools.loaders.held import (
     is_of_library,
     is_open,
     name_of,
+    pickles_itself,
 )
-from lightning_gpu_tools.loaders.settings import GET_ITERATOR
+from lightning_gpu_tools.loaders.settings import GET_ITERATOR, forks_workers
 from lightning_gpu_tools.training.run_measurements import LoaderFacts
 
 # A worker finds its part of the data by both. A seed for each worker needs only the first.
 _GET_WORKER, _COUNT_WORKERS = "get_worker_info", "num_workers"
 # Names in code that opens a file again in another process, or reads at a position of its own.
 _OPENS_ANEW = {"getpid", "register_at_fork", "pread"}
-_OWN_PICKLING = ("__getstate__", "__reduce__", "__reduce_ex__")
 # Each worker draws other random numbers, so a stream of them need not be split.
 _DRAWS = {"rand", "randn", "randint", "random", "choice", "choices", "normal", "uniform", "standard_normal", "integers"}
 _SPLITTERS, _ENDLESS = {"split_by_worker", "ResampledShards"}, "ResampledShards"  # stages of webdataset
@@ -64,7 +64,7 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
     dataset: Any = loader.dataset
     held, batch_sampler = held_by(dataset), loader.batch_sampler
     of_collate = [] if loader.collate_fn is default_collate else held_by(loader.collate_fn)
-    is_forked = _start_method(loader) == "fork"
+    is_forked = forks_workers(loader)
     facts = LoaderFacts(
         kind=shown,
         name=name,
@@ -86,13 +86,6 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
         is_table=_is_table(dataset),
     )
     return _of_stream(facts, dataset, held, loader.worker_init_fn) if isinstance(dataset, IterableDataset) else facts
-
-
-def _start_method(loader: DataLoader[Any]) -> str:
-    context = loader.multiprocessing_context or multiprocessing
-    # Without this option, it would choose a method for the whole program.
-    chosen: str | None = context.get_start_method(allow_none=True)
-    return chosen or multiprocessing.get_all_start_methods()[0]
 
 
 def _open_files(found: Sequence[Held], worker_init: Any, *, is_forked: bool) -> Iterator[str]:
@@ -119,8 +112,7 @@ def _pickles_itself(held: Held) -> bool:
     """Return whether a class of the program says what is pickled of the objects around a thing."""
     holder = held.holder
     while holder is not None:
-        kinds = [kind for kind in type(holder.thing).__mro__ if not is_of_library(kind)]
-        if any(name in vars(kind) for kind in kinds for name in _OWN_PICKLING):
+        if pickles_itself(type(holder.thing)):
             return True
         holder = holder.holder
     return False

@@ -195,78 +195,50 @@ def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSetting
     """Return the settings to try next; ``None`` if there is nothing left to find out.
 
     The order is: the original settings, if they have workers; then the predicted number of workers, twice as many, and
-    half as many. If the best of these still waits, more workers or a longer queue. Then the next smaller and the next
-    larger number of workers, until both sides of the choice are known. Finally, if they are close, repetitions of the
-    best, the choice, and its neighbors in turns, and one more of the next larger number of workers.
+    half as many. If the best of these still waits, more workers or a longer queue; if the choice has the fewest, half
+    as many. Finally, if they are close, repetitions of the best, the choice, and those with fewer workers, in turns.
     """
     failed = [trial.settings.num_workers for trial in trials if trial.failed is not None]
     if len(failed) >= _MAX_FAILURES:
         return None
     most = min([max_workers(case), *(count - 1 for count in failed)])
-    count = min(most, _rung(max(1, case.plan.settings.num_workers or case.plan.workers_needed)))
-    counts = [count, min(most, 2 * count), math.ceil(count / 2)]
-    wanted = [_with_workers(case, workers) for workers in counts if 0 < workers <= most]
+    count = min(most, max(1, case.plan.settings.num_workers or case.plan.workers_needed))
+    counts = (count, min(most, 2 * count), math.ceil(count / 2)) if count else ()
+    wanted = [_with_workers(case, workers) for workers in counts]
     if case.original.num_workers:
         wanted.insert(0, case.original)
     tried = Counter(_key(trial.settings) for trial in trials)
-    for settings in [*wanted, *_further(case, trials, most), *_next_to_the_choice(case, trials, most)]:
+    for settings in [*wanted, *_further(case, trials, most)]:
         if _key(settings) not in tried:
             return settings
-    known = [one for one in combined(trials) if one.measured]
-    if len(known) < 2:
+    known = [trial for trial in combined(trials) if trial.measured]
+    if not known:
         return None
-    best, chosen = min(known, key=_seconds), _fewest_of_the_best(known)
-    less = [one for one in known if one.settings.num_workers < chosen.settings.num_workers]
-    more = [one for one in known if one.settings.num_workers > chosen.settings.num_workers]
-    rivals = [*sorted(less, key=_workers)[-1:], *sorted(more, key=_workers)[:1]]
-    close = [one for one in (best, chosen, *rivals) if _seconds(one) <= _CLOSE * _seconds(best)]
-    due = {_key(one.settings): _TRIALS_OF_CLOSE for one in close}
-    if more and _waits(chosen):
-        due.setdefault(_key(rivals[-1].settings), 2)
-    if len(due) < 2:
-        return None
-    again = [one.settings for one in known if tried[_key(one.settings)] < due.get(_key(one.settings), 0)]
-    return min(again, key=lambda one: tried[_key(one)], default=None)
-
-
-def _rung(count: int) -> int:
-    """Round up to a power of two, or to 1.5 times a power of two.
-
-    With fewer numbers to choose from, repeated searches for a loader compare the same ones.
-    """
-    power = 1 << max(0, count - 1).bit_length()
-    return 3 * power // 4 if power >= 4 and count <= 3 * power // 4 else power
+    best_s, chosen = min(map(_seconds, known)), _fewest_of_the_best(known)
+    rivals = [
+        trial.settings
+        for trial in known
+        if _seconds(trial) == best_s
+        or (_seconds(trial) <= _CLOSE * best_s and trial.settings.num_workers <= chosen.settings.num_workers)
+    ]
+    again = [settings for settings in rivals if tried[_key(settings)] < _TRIALS_OF_CLOSE]
+    return min(again, key=lambda settings: tried[_key(settings)]) if again and len(rivals) > 1 else None
 
 
 def _further(case: LoaderCase, trials: Sequence[LoaderTrial], most: int) -> list[LoaderSettings]:
-    best = min(combined(trials), key=_seconds, default=None)
-    if best is None or not best.settings.num_workers or not _waits(best):
-        return []
-    workers, further = best.settings.num_workers, []
-    if workers == max(trial.settings.num_workers for trial in trials) and workers < most:
-        further.append(_with_workers(case, min(most, 2 * workers)))
-    if workers <= most_workers_in_shm(case.cost, case.host, _DEEP_PREFETCH) and not case.step.threads:
-        further.append(replace(best.settings, prefetch_factor=_DEEP_PREFETCH))
-    return further
-
-
-def _next_to_the_choice(case: LoaderCase, trials: Sequence[LoaderTrial], most: int) -> list[LoaderSettings]:
     known = combined(trials)
-    if not any(one.measured for one in known):
+    if not known:
         return []
-    chosen = _fewest_of_the_best(known)
-    workers = chosen.settings.num_workers
-    below = max((rung for rung in range(1, workers) if _rung(rung) == rung), default=0)
-    above = min(most, _rung(workers + 1)) if workers and _waits(chosen) else 0
-    return [replace(chosen.settings, num_workers=count) for count in (below, above) if count]
-
-
-def _workers(trial: LoaderTrial) -> int:
-    return trial.settings.num_workers
-
-
-def _waits(trial: LoaderTrial) -> bool:
-    return _seconds(trial) >= MIN_CEILING * (_seconds(trial) - trial.wait_s)
+    best, chosen, further = min(known, key=_seconds), _fewest_of_the_best(known), []
+    workers, counts = best.settings.num_workers, [trial.settings.num_workers for trial in trials]
+    if workers and _seconds(best) >= MIN_CEILING * (_seconds(best) - best.wait_s):
+        if workers == max(counts) and workers < most:
+            further.append(_with_workers(case, min(most, 2 * workers)))
+        if workers <= most_workers_in_shm(case.cost, case.host, _DEEP_PREFETCH) and not case.step.threads:
+            further.append(replace(best.settings, prefetch_factor=_DEEP_PREFETCH))
+    if chosen.settings.num_workers == min(filter(None, counts), default=0) > 1:
+        further.append(replace(chosen.settings, num_workers=chosen.settings.num_workers // 2))
+    return further
 
 
 def _fewest_of_the_best(known: Sequence[LoaderTrial]) -> LoaderTrial:
@@ -285,32 +257,15 @@ def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSetti
     needed = _MIN_GAIN_ON_CPU if case.step.threads else 1 + TOLERANCE
     speeds = f"{1 / _seconds(chosen):.3g} batches/s instead of {1 / _seconds(original):.3g} with the original settings"
     if _seconds(original) >= needed * _seconds(chosen):
-        return _in_use(case, trials, chosen.settings), f"{speeds}. {_limit(case, chosen)}".strip()
+        return _in_use(case, trials, chosen.settings), f"{speeds}."
     if failures:
-        reason = f"The original settings are kept, because other settings failed: {failures[0]}."
-    elif chosen is not original and case.step.threads and _seconds(original) > (1 + TOLERANCE) * _seconds(chosen):
-        reason = (
+        return case.original, f"The original settings are kept, because other settings failed: {failures[0]}."
+    if chosen is not original and case.step.threads and _seconds(original) > (1 + TOLERANCE) * _seconds(chosen):
+        return case.original, (
             f"{chosen.settings.num_workers} workers would give {speeds}. The training step also uses the CPU, so a "
             f"gain of less than {100 * (_MIN_GAIN_ON_CPU - 1):.0f} % is uncertain."
         )
-    else:
-        reason = f"No other settings were more than {100 * TOLERANCE:.0f} % faster."
-    return case.original, f"{reason} {_limit(case, original)}".strip()
-
-
-def _limit(case: LoaderCase, chosen: LoaderTrial) -> str:
-    """Return a sentence on the limit that keeps training slower than its step; ``""`` if there is none."""
-    fed, limited_by = min(1.0, case.step.wall_s / _seconds(chosen)), case.plan.limited_by
-    if fed > 1 / MIN_CEILING or limited_by is None:
-        return ""
-    needed = case.plan.workers_needed
-    step = f" and a step takes {format_duration(case.step.cpu_s)}" if case.step.threads else ""
-    return {
-        "cores": f"The CPU is the limit: the step runs at most {100 * fed:.0f} % of the time. Loading a batch takes "
-        f"{format_duration(case.cost.cpu_s or 0.0)} of CPU time{step}, and this job has {case.host.cores:g} cores.",
-        "shm": f"/dev/shm is too small for the batches of the {needed} workers that the step needs.",
-        "memory": f"Memory is too small for the {needed} workers that the step needs.",
-    }[limited_by]
+    return case.original, f"No other settings were more than {100 * TOLERANCE:.0f} % faster."
 
 
 def _in_use(case: LoaderCase, trials: Sequence[LoaderTrial], settings: LoaderSettings) -> LoaderSettings:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copyreg
 import io
 import multiprocessing
 import pickle
 import types
 import warnings
 import weakref
-import zlib
 from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_gpu_tools.loaders.held import contents_of, held_by, pickles_itself
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 # Private names of torch. Without the first one, loaders are not changed. Without the second one, workers end when their
@@ -40,7 +39,9 @@ def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
 def forks_workers(loader: DataLoader[Any]) -> bool:
     """Return whether the workers of a loader are forked; others import modules when they start."""
     context = loader.multiprocessing_context or multiprocessing
-    return bool(context.get_start_method() == "fork")
+    # Without this option, it would choose a method for the whole program.
+    chosen: str | None = context.get_start_method(allow_none=True)
+    return (chosen or multiprocessing.get_all_start_methods()[0]) == "fork"
 
 
 def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any, **options: Any) -> DataLoader[Any]:
@@ -118,100 +119,45 @@ def _is_image(value: Any) -> bool:
 _CHANNELS = (1, 3, 4)  # of images: gray, RGB, RGBA
 # Our default: the first 16 MiB of pickle represent the rest. A million paths are 64 MiB, which take a second.
 _MAX_BYTES = 16 * 2**20
-_ELEMENTS = 4096  # our default: number of elements read of each tensor or array, spread over it
-_SKIPPED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, weakref.ReferenceType)
-_OWN_WAYS = ("__getstate__", "__reduce__", "__reduce_ex__")
+_SKIPPED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, weakref.ReferenceType, torch.Tensor)
 
 
 def fingerprint(dataset: object) -> int:
     """Return a number that changes when the dataset changes.
 
     Pickles all its contents, except functions and classes, which forked workers have anyway. Objects that
-    ``__getstate__`` omits, such as an open file, do not affect the result, but must be possible to copy.
+    ``__getstate__`` of the program omits, such as an open file, must be possible to copy, too.
 
     Raises:
         Exception: Worker processes cannot copy the dataset: it holds an open file, a lock, a running generator, ...
     """
-    checksum = _Checksum()
     with suppress(_EnoughError):
-        _Walk(checksum).dump(dataset)
-    return checksum.value
+        _Walk(_Discarded(), protocol=5, buffer_callback=lambda buffer: None).dump(dataset)
+    return contents_of(held_by(dataset))
 
 
 class _EnoughError(Exception):
     pass
 
 
-class _Checksum:
-    """A file that keeps only a checksum of the written data."""
+class _Discarded:
+    """A file that keeps nothing of what is written."""
 
     def __init__(self) -> None:
-        self.value = self._size = 0
+        self._size = 0
 
     def write(self, data: Any) -> None:
-        self.value = zlib.crc32(data, self.value)
         self._size += len(data)
         if self._size > _MAX_BYTES:
             raise _EnoughError
 
-    def add(self, buffer: pickle.PickleBuffer) -> None:
-        with buffer.raw() as data:
-            self.value = zlib.crc32(data[:: data.nbytes // _ELEMENTS | 1].tobytes(), self.value)
-
 
 class _Walk(pickle.Pickler):
-    def __init__(self, checksum: _Checksum) -> None:
-        super().__init__(checksum, protocol=5, buffer_callback=checksum.add)
-        self._left_out: dict[str, _LeftOut] = {}
-
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, _SKIPPED):
             return NotImplemented if getattr(thing, "__module__", None) == "builtins" else (int, ())
         if isinstance(thing, io.IOBase) and not isinstance(thing, (io.BytesIO, io.StringIO)):
             raise TypeError("it holds an open file")
-        if isinstance(thing, torch.Tensor):
-            flat = thing.detach().reshape(-1)[:: max(1, thing.numel() // _ELEMENTS)] if thing.is_contiguous() else None
-            values = [] if flat is None or flat.device.type != "cpu" else flat[: 2 * _ELEMENTS].tolist()
-            return tuple, ((str(thing.dtype), tuple(thing.shape), repr(values)),)
-        if _has_own_way(thing):
-            package = _package(thing)
-            self._left_out.setdefault(package, _LeftOut(package)).search(vars(thing))
-            return object, (), thing.__reduce_ex__(5)
+        if hasattr(thing, "__dict__") and pickles_itself(type(thing)):
+            return object, (), (vars(thing), thing.__reduce_ex__(5))
         return NotImplemented
-
-
-class _LeftOut(_Walk):
-    """A search through the parts that objects of one package omit when pickled, each object once.
-
-    Refusals by the package's own types do not matter: pandas, for example, rebuilds a cache wherever it is missing.
-    """
-
-    def __init__(self, package: str) -> None:
-        super().__init__(_Checksum())
-        self._package = package
-
-    def search(self, attributes: dict[str, Any]) -> None:
-        with suppress(_EnoughError):
-            self.dump(attributes)
-
-    def reducer_override(self, thing: Any) -> Any:
-        if isinstance(thing, (torch.Tensor, io.IOBase, *_SKIPPED)) or type(thing) in copyreg.dispatch_table:
-            return super().reducer_override(thing)
-        has_own_way = _has_own_way(thing)
-        try:
-            reduced = thing.__reduce_ex__(5)
-        except Exception:  # classes refuse with any exception
-            if _package(thing) != self._package:
-                raise
-            return (object, (), vars(thing)) if has_own_way else (int, ())
-        return (object, (), (vars(thing), reduced)) if has_own_way else reduced
-
-
-def _package(thing: object) -> str:
-    return type(thing).__module__.partition(".")[0]
-
-
-def _has_own_way(thing: object) -> bool:
-    """Return whether an object's class, written in Python, customizes its pickling."""
-    own = any(isinstance(getattr(type(thing), name, None), types.FunctionType) for name in _OWN_WAYS)
-    return own and hasattr(thing, "__dict__")

@@ -26,7 +26,6 @@ from lightning_gpu_tools.selection.ranking import (
     folded_reasons,
     mixed_models,
     rank_gpus,
-    sharding_hint,
     why_picked,
 )
 from lightning_gpu_tools.selection.visibility import visible_gpus, whole_or_instances, why_fewer
@@ -271,7 +270,7 @@ class Attempt:
             raise self._not_enough(ranking)
         chosen = _best_set(ranking.candidates, self.request)
         are_named = self.among is not None and len(self.among) == len(chosen)
-        if not are_named and (warning := mixed_models(chosen, ranking.candidates)):
+        if not are_named and (warning := mixed_models(chosen)):
             claims.warn_once(warning)
         if self.among is not None:  # child processes number GPUs in this order once CUDA has started in the parent
             chosen = tuple(sorted(chosen, key=lambda one: visible.index(one.gpu)))
@@ -323,7 +322,7 @@ class Attempt:
             message = f"{requested}, but {shown}"
         else:
             message = f"{requested}, but {len(ranking.candidates) or 'none'} of {len(visible)} visible qualify."
-            message += (f" {shown}" if why else "") + sharding_hint(self.request, self.rank)
+            message += f" {shown}" if why else ""
         message = "\n  ".join([message, *folded_reasons(rejections)])
         return NotEnoughGpusError(message, count, [str(rejection) for rejection in rejections])
 

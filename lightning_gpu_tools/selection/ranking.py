@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_gpu_tools.arguments import check_percentage
@@ -263,22 +263,6 @@ def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> st
     return f"Picked {'; '.join(parts)}. Chosen from {len(visible)} visible: idle first, then most free memory."
 
 
-def sharding_hint(request: Request, rank: Callable[[Request], Ranking]) -> str:
-    """Return advice if only several GPUs together have enough memory; else ``""``."""
-    needed_bytes = request.min_free_bytes or 0
-    candidates = rank(request.but(min_free=None, count=max(2, request.count))).candidates
-    free_bytes = sorted((one.effective_free_bytes or 0 for one in candidates), reverse=True)
-    enough = next((n for n in range(2, len(free_bytes) + 1) if sum(free_bytes[:n]) >= needed_bytes), None)
-    if enough is None or free_bytes[0] >= needed_bytes:
-        return ""
-    sizes = ", ".join(map(format_bytes, free_bytes[:enough]))
-    return (
-        f" No single GPU has {format_bytes(needed_bytes)} free, but {enough} together do ({sizes}). Shard the model "
-        f"across {enough} GPUs with FSDP (strategy='fsdp_free_memory') or ModelParallelStrategy. min_free is then the "
-        "memory needed on each GPU."
-    )
-
-
 def label(gpu: GpuReading) -> str:
     """Return ``GPU 2 (GPU-1a2b3c4d…)`` or ``MIG instance 2:0 (MIG-5e6f7a8b…)``."""
     kind = "GPU" if gpu.mig_index is None else "MIG instance"
@@ -432,15 +416,9 @@ def best_set(
     return tuple(candidates[rank] for rank in sorted(max(sets, key=quality)))
 
 
-def mixed_models(chosen: Sequence[Candidate], candidates: Sequence[Candidate]) -> str:
+def mixed_models(chosen: Sequence[Candidate]) -> str:
     """Return a warning if the chosen GPUs are of several models; else ``""``."""
     names = [candidate.gpu.name or "unknown" for candidate in chosen]
     if len({*names}) == 1:
         return ""
-    warning = f"The {len(chosen)} picked GPUs differ ({', '.join(names)}). Training waits for the slowest in each step."
-    models = Counter(candidate.gpu.name for candidate in candidates if candidate.gpu.name)
-    for name, number in models.items():
-        # The name may be a part of another model's name.
-        if len(chosen) <= number == sum(models[other] for other in models if name in other):
-            return f"{warning} To get equal ones, some of them busy or claimed, use --name '{name}' or name='{name}'."
-    return warning
+    return f"The {len(chosen)} picked GPUs differ ({', '.join(names)}). Training waits for the slowest in each step."

@@ -65,7 +65,7 @@ def counts(trials: list[LoaderTrial]) -> list[int]:
 
 
 def test_the_prediction_comes_first_then_twice_and_half_of_it() -> None:
-    assert counts(tried(case(), lambda settings: max(0.01, 0.04 / settings.num_workers)))[:4] == [0, 6, 12, 3]
+    assert counts(tried(case(), lambda settings: max(0.01, 0.04 / settings.num_workers)))[:4] == [0, 5, 10, 3]
 
 
 def test_original_workers_are_tried_first() -> None:
@@ -126,12 +126,6 @@ KILLED = trial(4, None, failed="killed")
         # Nothing is changed for a prediction alone.
         (case(original=workers(4)), [trial(0, 0.05), KILLED, trial(2, 0.01)], 4, "killed"),
         (case(), [trial(0, 0.05)], 0, "The time budget was too short."),
-        (
-            case(cost=LoadCost(wall_s=0.4, cpu_s=0.4)),
-            [trial(0, 0.41), trial(8, 0.05)],
-            8,
-            "The CPU is the limit: the step",
-        ),
     ],
 )
 def test_what_is_taken_and_why(of: LoaderCase, trials: list[LoaderTrial], count: int, said: str) -> None:

@@ -57,9 +57,8 @@ class Noisy(Model):
 
     lr = 1e-5
 
-    def __init__(self, step_s: float = STEP_S, key: Any = None, width: int = 3) -> None:
+    def __init__(self, step_s: float = STEP_S, key: Any = None) -> None:
         super().__init__(time.sleep, step_s)
-        self.save_hyperparameters("width")
         self.key = key
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

@@ -187,14 +187,6 @@ trainer:
 """
 
 
-@pytest.mark.follows("Shard the model across")
-def test_a_model_too_large_for_one_gpu_is_sharded_as_advised(cuda: Driver) -> None:
-    with pytest.raises(NotEnoughGpusError) as caught:
-        trainer(FreeMemoryStrategy(min_free="60GiB"), devices=1)
-    advised = re.search(r"Shard the model across (\d+) GPUs with FSDP \(strategy='(\w+)'\)", str(caught.value))
-    assert positions(trainer(advised[2], devices=int(advised[1])), cuda) == [3, 2]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_lightning_cli_builds_every_strategy_and_the_accelerator(cuda: Driver, tmp_path: Path, name: str) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG.replace("STRATEGY", BY_NAME[name].__name__))
