@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -161,7 +162,6 @@ class _Fit:
         self._place: int | None = None  # of the next training loader, while loaders are created
         self._tuned: int | None = None  # the place of the loader to tune
         self._study: list[plan.Step] = []
-        self._tried: list[plan.Step] = []  # with the best settings
         self._steps = 0
         self._next: Callable[[], None] | None = None
         self._due = plan.STUDY_STEPS
@@ -356,19 +356,18 @@ class _Fit:
         return switch.obstacle(), plan.why_no_search(self._study)
 
     def _use(self, switch: Switch, found: LoaderResult) -> None:
-        chosen = found.settings
-        if chosen is not None and chosen != found.original and self._finder.apply:
-            self._try_in_use(switch, chosen, chosen, self._confirm)
-            reason = found.reason
+        chosen, reason = found.settings, found.reason
+        applied = chosen is not None and chosen != found.original and self._finder.apply
+        if chosen is not None and applied:
+            self._try_in_use(switch, chosen, chosen, partial(self._confirm, switch, chosen))
             if switch.moved_draws:
                 reason += (
                     " Random numbers that the dataset draws (augmentation) now come from the workers instead of the "
                     "training process."
                 )
-            found = dataclasses.replace(found, applied=True, reason=reason)
         if self._name:
-            found = dataclasses.replace(found, reason=f"{found.reason} The loader is{self._name}.")
-        self.result = found
+            reason += f" The loader is{self._name}."
+        self.result = found = dataclasses.replace(found, applied=applied, reason=reason)
         self._show(found)
 
     def _try_in_use(
@@ -385,38 +384,42 @@ class _Fit:
         steps, switch.fetches = plan.steps_between(switch.fetches or [])[self._ramp_up :], None
         return steps
 
-    def _confirm(self) -> None:
+    def _confirm(self, switch: Switch, chosen: LoaderSettings) -> None:
         """Keep the settings if their steps take no longer than before; otherwise compare again."""
-        switch, result = self._switch, self.result
-        if switch is None or result is None or result.settings is None:
-            return
-        steps = self._tried = self._steps_in_use(switch)
+        steps = self._steps_in_use(switch)
         slower = bool(steps) and plan.step_to_step_s(steps) > plan.step_to_step_s(self._study)
         all_facts = self._gather({"fault": switch.fault, "slower": slower})
+        if self._failed(all_facts):
+            return
+        if any(facts["slower"] for facts in all_facts):
+            # Other programs may have slowed the machine down, so try the original settings for as many steps.
+            self._try_in_use(switch, switch.original, chosen, partial(self._compare, switch, chosen, steps))
+        elif steps:
+            self._change(confirmed=True, wait_share=plan.wait_share(steps))
+
+    def _compare(self, switch: Switch, chosen: LoaderSettings, tried: list[plan.Step]) -> None:
+        """Keep the original settings only if their steps are now faster by more than noise explains."""
+        slower = plan.why_slower(tried, self._steps_in_use(switch), switch.original, chosen)
+        all_facts = self._gather({"fault": switch.fault, "slower": slower})
+        if self._failed(all_facts):
+            return
+        why = next((facts["slower"] for facts in all_facts if facts["slower"]), None)
+        if why:
+            self._revert(f"The new settings were slower in use: {why}")
+        else:
+            switch.use(chosen)
+            self._change(confirmed=True, wait_share=plan.wait_share(tried))
+
+    def _failed(self, all_facts: list[dict[str, Any]]) -> bool:
+        """Restore the original settings if they failed on any rank."""
         fault = next((facts["fault"] for facts in all_facts if facts["fault"]), None)
         if fault:
             self._revert(f"The new settings failed in use ({fault})")
-        elif any(facts["slower"] for facts in all_facts):
-            # Other programs may have slowed the machine down, so try the original settings for as many steps.
-            self._try_in_use(switch, switch.original, result.settings, self._compare)
-        elif steps:
-            self.result = dataclasses.replace(result, confirmed=True, wait_share=plan.wait_share(steps))
+        return fault is not None
 
-    def _compare(self) -> None:
-        """Keep the original settings only if their steps are now faster by more than noise explains."""
-        switch, result = self._switch, self.result
-        if switch is None or result is None or result.settings is None:
-            return
-        slower = plan.why_slower(self._tried, self._steps_in_use(switch), switch.original, result.settings)
-        all_facts = self._gather({"fault": switch.fault, "slower": slower})
-        fault, why = (next((one[name] for one in all_facts if one[name]), None) for name in ("fault", "slower"))
-        if fault:
-            self._revert(f"The new settings failed in use ({fault})")
-        elif why:
-            self._revert(f"The new settings were slower in use: {why}")
-        else:
-            switch.use(result.settings)
-            self.result = dataclasses.replace(result, confirmed=True, wait_share=plan.wait_share(self._tried))
+    def _change(self, **changes: Any) -> None:
+        if self.result is not None:
+            self.result = dataclasses.replace(self.result, **changes)
 
     def _revert(self, why: str) -> None:
         for switch in self._switches:
@@ -426,9 +429,8 @@ class _Fit:
         result = self.result
         if result is not None and result.applied:
             why = f"{why}, so the original settings were restored."
-            self.result = dataclasses.replace(
-                result, settings=result.original, applied=False, confirmed=False, reason=f"{result.reason} {why}"
-            )
+            reason = f"{result.reason} {why}"
+            self._change(settings=result.original, applied=False, confirmed=False, reason=reason)
             rank_zero_warn(f"NumWorkersFinder: {why}")
 
     def _leave(self, reason: str) -> None:
@@ -466,7 +468,7 @@ class _Fit:
                 self._revert(f"The new settings failed in use ({switch.fault})")
         result, tuned = self.result, self._switch
         if result is not None and result.applied and tuned is not None and tuned.in_use == tuned.original:
-            self.result = dataclasses.replace(result, applied=False)  # training ended during the comparison
+            self._change(applied=False)  # training ended during the comparison
         if self.result is None:
             self._leave(f"Training ended after {self._steps} steps, but a search needs {plan.STUDY_STEPS}.")
 
