@@ -123,13 +123,6 @@ def test_what_another_machine_is_writing_is_left_alone(tmp_path: Path) -> None:
     assert theirs.exists()
 
 
-def test_another_users_left_over_is_no_obstacle(open_folder: Path) -> None:
-    kill(start_saving(open_folder / "theirs.ckpt")[0])
-    open_folder.chmod(0o1777)
-    assert as_nobody(lambda: write_checkpoint({}, open_folder / "mine.ckpt")) is None
-    assert (open_folder / "mine.ckpt").exists()
-
-
 def test_the_content_is_on_disk_before_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = []
     fsync, replace = os.fsync, os.replace

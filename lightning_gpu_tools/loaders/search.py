@@ -38,10 +38,8 @@ from lightning_gpu_tools.units import printable
 
 _MAX_INDICES = 1024  # from the sampler; a search loads a few hundred batches
 _MAX_SAMPLING_S = 1.0
-# The cost of a batch is the mean over 4 to 24 batches, within this share of the budget. 24 reveal one slow batch in
-# ten. If batches are fast, 60 reveal one in twenty.
-_MIN_PROBED, _PROBED, _PROBE_SHARE = 4, 24, 0.1
-_MAX_PROBED, _PROBED_FAST_S = 60, 1.2
+# The cost of a batch is the mean over 4 to 60 batches, within this share of the budget. 60 reveal one slow batch in 20.
+_MIN_PROBED, _MAX_PROBED, _PROBE_SHARE = 4, 60, 0.05
 # A trial measures at least 24 batches and 0.4 s, until its mean is known to 2 %. If it is certainly 10 % slower than
 # the best, it ends after 8.
 _MIN_BATCHES, _MIN_SECONDS, _PRECISION = 24, 0.4, 0.02
@@ -100,8 +98,9 @@ class Trials:
         with self._open(one, collate_fn=functools.partial(_when_ready, self._loader.collate_fn)) as batches:
             next(batches)  # includes one-time work in a process; the queue fills behind it
             start_s = time.perf_counter() - began_s
-            ready, began_probe_s = [next(batches)], time.perf_counter()
-            while self._probes_on(len(ready) - 1, time.perf_counter() - began_probe_s):
+            ready = [next(batches)]
+            ends_s = time.perf_counter() + _PROBE_SHARE * self._budget_s
+            while len(ready) <= _MIN_PROBED or (len(ready) <= _MAX_PROBED and time.perf_counter() < ends_s):
                 ready.append(next(batches))
             worker_sizes = private_memory_bytes([worker.pid for worker in batches.workers if worker.pid])
         times_s, cpu_s, sizes = zip(*ready, strict=True)
@@ -115,10 +114,6 @@ class Trials:
             worker_bytes=max(worker_sizes, default=None),
         )
         return cost, max(0.0, start_s - mean_s)
-
-    def _probes_on(self, count: int, seconds: float) -> bool:
-        most = _MAX_PROBED if seconds < _PROBED_FAST_S else _PROBED
-        return count < _MIN_PROBED or (count < most and seconds < _PROBE_SHARE * self._budget_s)
 
     def run(self, settings: LoaderSettings, best_s: float) -> LoaderTrial:
         """Run a trial of these settings, and end it early if they cannot match the best seconds per batch so far."""

@@ -52,7 +52,7 @@ class Batches:
         self.iterator: Any = None
         before = set(multiprocessing.active_children())
         try:
-            with _interrupt_deferred(), warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Got pickle error|This DataLoader will create")
                 self.iterator = iter(loader)
         finally:  # also after Ctrl-C, and if only some were started
@@ -108,34 +108,6 @@ def wait_for_exit_codes(workers: Sequence[BaseProcess]) -> None:
     until_s = time.monotonic() + _DYING_S
     while any(worker.exitcode is None for worker in dying) and time.monotonic() < until_s:
         time.sleep(0.01)
-
-
-@contextmanager
-def _interrupt_deferred() -> Iterator[None]:
-    """Defer Ctrl-C to the end of a block that forks processes.
-
-    During the fork, Python raises KeyboardInterrupt in a function that the logging module has registered to run after a
-    fork, where exceptions are ignored.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    home, interrupts = os.getpid(), []
-
-    def defer(*arguments: Any) -> None:
-        if os.getpid() == home:
-            interrupts.append(arguments)
-        else:
-            handler(*arguments)
-
-    signal.signal(signal.SIGINT, defer)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if interrupts:
-            handler(*interrupts[0])
 
 
 def is_of_dead_worker(error: BaseException) -> bool:

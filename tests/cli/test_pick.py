@@ -74,19 +74,6 @@ def test_last_asks_for_what_the_last_run_needed(
     assert "47.0 GiB free, asked for 48.0 GiB" in answer.err
 
 
-def test_last_without_a_last_run_picks_nothing(
-    driver: Driver, pick: Pick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver.gpus = [gpu()]
-    monkeypatch.chdir(tmp_path)
-    answer = pick("--min-free", "last")
-    assert (answer.returncode, answer.out) == (1, "")
-    assert answer.err.startswith(
-        f"lightning-gpu-tools: min_free=last: no gpu_report.json in {tmp_path} or up to three "
-    )
-    assert driver.calls() == []
-
-
 @pytest.mark.parametrize("output", ["uuid", "env", "json"])
 def test_too_few_gpus_give_reasons_and_exit_code_3(driver: Driver, pick: Pick, output: str) -> None:
     driver.gpus = [gpu(utilization=97, pci=(0, 64, 0)), gpu(lost=True), gpu(memory_free="4GiB", pci=(0, 16, 0))]

@@ -8,18 +8,16 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu
-from sample_report import TRAINED
+from slurm_cluster import wait_for
 
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.errors import NotEnoughGpusError
-from lightning_gpu_tools.reports.report_file import ReportFile
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -83,16 +81,7 @@ def test_killing_the_wrapper_does_not_free_its_childrens_gpu(driver: Driver) -> 
         assert os.path.exists(f"/proc/{child}")
         assert not is_free()
         os.kill(child, 9)
-        wait_until_ended(child)
-        assert is_free()
-
-
-def test_the_jobs_own_claim_does_not_stand_in_its_way(driver: Driver, run_cli: RunCli) -> None:
-    driver.gpus = [gpu(memory_free="40GiB"), gpu(memory_free="30GiB")]
-    code = "from lightning_gpu_tools import select_gpus as s; print(*s().uuids, *s().uuids, *s().uuids)"
-    answer = run_cli("run", "-n", "2", "--min-free", "25GiB", "--", sys.executable, "-c", code)
-    first, second = driver.gpus[0].uuid, driver.gpus[1].uuid
-    assert answer.stdout.split() == [first, second, first]
+        wait_for(is_free)
 
 
 @pytest.mark.parametrize(
@@ -104,19 +93,6 @@ def test_without_gpus_the_command_does_not_start(driver: Driver, run_cli: RunCli
         driver.library_missing = gpus is None
     answer = run_cli("run", "--", "echo", "started")
     assert (answer.returncode, answer.stdout) == (code, "")
-
-
-def test_last_claims_what_the_last_run_needed(
-    driver: Driver, run_cli: RunCli, tmp_path: Path, claims_dir: Path
-) -> None:
-    driver.gpus = [gpu(memory_free="47GiB", utilization=0), gpu(memory_free="49GiB", utilization=90)]
-    ReportFile(tmp_path / "gpu_report").save(TRAINED)
-    answer = run_cli("run", "--min-free", "last", "--", "sh", "-c", f"cat {claims_dir}/*.json", cwd=tmp_path)
-    claim = json.loads(answer.stdout)
-    assert (claim["uuids"], claim["memory_bytes"]) == ([driver.gpus[1].uuid], 48 * 2**30)
-    first, second = answer.stderr.splitlines()
-    assert first.startswith("lightning-gpu-tools: min_free=last: 48.0 GiB (peak 40.0 GiB of LitModel")
-    assert second.startswith("lightning-gpu-tools: Picked GPU 1")
 
 
 def test_without_a_command_the_usage_is_wrong(driver: Driver, run_cli: RunCli) -> None:
@@ -158,16 +134,3 @@ def test_ctrl_c_while_waiting_ends_without_a_traceback(driver: Driver, claims_di
         assert "Traceback" not in job.communicate()[1]
     assert job.returncode == 130
     assert [entry.name for entry in claims_dir.iterdir()] == []
-
-
-def wait_until_ended(pid: int) -> None:
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            with open(f"/proc/{pid}/stat") as stat:
-                if stat.read().rpartition(")")[2].split()[0] == "Z":  # nobody has asked for its exit code yet
-                    return
-        except FileNotFoundError:
-            return
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import mmap
@@ -61,12 +60,6 @@ def a_zip(path: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def an_image(path: Path) -> Any:
-    image = pytest.importorskip("PIL.Image")
-    image.new("RGB", (4, 4)).save(path, "png")
-    return [image.open(path)]  # which reads it later
-
-
 def an_h5_file(path: Path) -> Any:
     h5py = pytest.importorskip("h5py")
     with h5py.File(path, "w") as file:
@@ -81,8 +74,6 @@ def reading_with(file: Any) -> Callable[[], bytes]:
 OPEN: dict[str, Callable[[Path], Any]] = {
     "text": Path.open,
     "zip": a_zip,
-    "partial": lambda path: functools.partial(print, path.open()),
-    "image": an_image,
     "h5py": an_h5_file,
     "sqlite": sqlite3.connect,
     "pipe": lambda path: multiprocessing.Pipe()[0],

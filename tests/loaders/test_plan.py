@@ -68,10 +68,6 @@ def test_the_prediction_comes_first_then_twice_and_half_of_it() -> None:
     assert counts(tried(case(), lambda settings: max(0.01, 0.04 / settings.num_workers)))[:4] == [0, 5, 10, 3]
 
 
-def test_original_workers_are_tried_first() -> None:
-    assert next_trial(case(original=workers(4)), [trial(0, 0.05)]) == workers(4)
-
-
 def test_what_still_waits_gets_more_workers_and_a_longer_queue() -> None:
     found = tried(case(), lambda settings: max(0.01, 0.4 / settings.num_workers))
     assert max(counts(found)) == 32  # four a core

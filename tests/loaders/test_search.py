@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from loader_switching import Hanging, frozen_states
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 from trainings import Samples, Stream
 
 from lightning_gpu_tools import find_loader_settings
@@ -44,18 +44,6 @@ def test_a_loader_in_memory_loses_the_workers_it_does_not_need() -> None:
     result = find_loader_settings(loader, 0.0005, budget_s=3)
     assert result.settings is not None
     assert result.settings.num_workers == 0
-
-
-def test_batches_are_those_that_the_sampler_puts_together() -> None:
-    class Even(Samples):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            assert index % 2 == 0
-            return super().__getitem__(index)
-
-    loader = DataLoader(Even(60, time.sleep, 0.005), 4, sampler=SubsetRandomSampler(range(0, 60, 2)))
-    result = find_loader_settings(loader, 0.005, budget_s=4)
-    assert not any(trial.failed for trial in result.trials)
-    assert any(trial.measured and trial.settings.num_workers for trial in result.trials)
 
 
 class Broken(Samples):

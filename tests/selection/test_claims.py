@@ -174,14 +174,6 @@ def test_a_job_has_one_claim_until_its_last_process_ends(path: Path) -> None:
         assert holders(path) == []
 
 
-def test_a_process_joins_a_job_once(path: Path) -> None:
-    claim = take(path)
-    with open_ledger(str(path)) as ledger:
-        assert ledger.join(ledger.claims()[0]) is None
-    claim.release()
-    assert list(path.iterdir()) == []
-
-
 def test_everybody_can_read_and_nobody_else_write_whatever_the_umask(path: Path) -> None:
     with holder(path):  # its umask is 077
         assert mode(path) == 0o1777

@@ -320,16 +320,6 @@ place(1, Request(), list)
 
 
 @needs_root
-def test_a_claim_in_the_name_of_ones_job_is_a_rival(path: Path) -> None:
-    mine = take(path, "exclusive", job="j")
-    for file in path.iterdir():
-        file.unlink()
-    with staying(BOB, path):  # his claim has the same job
-        assert f"Meanwhile uid {BOB} (pid " in mine.keep()
-        assert kinds(path) == ["exclusive", "whole"]
-
-
-@needs_root
 def test_anothers_file_with_the_inode_of_a_removed_one_is_noticed(path: Path) -> None:
     mine = take(path)
     (record,) = path.glob("*.json")
@@ -682,21 +672,14 @@ for number in range(1, 10_001):
 
 BAD_RECORDS = {
     "torn": json.dumps(GOOD)[:60],
-    "null": "null",
     "no-fields": "{}",
     "nested-too-deep": "[" * 50_000,
     "pid-of-5000-digits": json.dumps({**GOOD, "pid": 0}).replace("0", "9" * 5000),
     "uuids-as-text": json.dumps({**GOOD, "uuids": "GPU-a"}),
-    "uuid-as-number": json.dumps({**GOOD, "uuids": [1]}),
     "uuid-with-escapes": json.dumps({**GOOD, "uuids": ["GPU-\x1b[2J"]}),
-    "many-uuids": json.dumps({**GOOD, "uuids": ["GPU-a"] * 5000}),
     "kind": json.dumps({**GOOD, "kind": "mine"}),
     "no-memory": json.dumps({**GOOD, "memory_bytes": None}),
-    "negative-memory": json.dumps({**GOOD, "memory_bytes": -1}),
     "too-much-memory": json.dumps({**GOOD, "memory_bytes": 10**400}),
-    "pid": json.dumps({**GOOD, "pid": 0}),
-    "long-hostname": json.dumps({**GOOD, "hostname": "h" * 10_000}),
-    "job": json.dumps({**GOOD, "job": None}),
     "group": json.dumps({**GOOD, "group": 1}),
 }
 

@@ -9,14 +9,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from uuid import UUID
 
 import pytest
 from fake_driver import Driver, gpu, link, mig, process
 
 from lightning_gpu_tools import LightningGpuToolsError, list_gpus, select_gpus
-from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError
+from lightning_gpu_tools.errors import NotEnoughGpusError
 from lightning_gpu_tools.types import GpuSelection
 
 GIB = 2**30
@@ -164,19 +163,6 @@ def test_many_different_reasons_fit_a_screen(
     assert [f"{gib}.0 GiB" in shown for gib in range(15, 40)] == [True] * 25
 
 
-def test_a_model_too_big_for_one_gpu_gets_advice(driver: Driver) -> None:
-    driver.gpus = [gpu(memory_free="79GiB"), gpu(memory_free="78GiB"), gpu(memory_free="40GiB")]
-    with pytest.raises(NotEnoughGpusError) as caught:
-        select_gpus(min_free="150GiB")
-    message = str(caught.value)
-    assert "No single GPU has 150 GiB free, but 2 together do (79.0 GiB, 78.0 GiB)" in message
-    assert "FSDP" in message
-    assert "ModelParallelStrategy" in message
-    with pytest.raises(NotEnoughGpusError) as caught:
-        select_gpus(min_free="200GiB")
-    assert "ModelParallelStrategy" not in str(caught.value)
-
-
 def test_a_driver_without_gpus_has_not_enough(driver: Driver) -> None:
     driver.gpus = []
     assert list_gpus() == []
@@ -219,18 +205,6 @@ def test_ranks_of_ddp_get_the_gpus_that_the_first_applied(
         driver.gpus[1].memory_free = "50GiB"
         driver.gpus[1].processes = [process(job.pid, memory="30GiB")]
         assert (first, job.communicate("\n")[0]) == (",".join(uuids(driver, 1, 0)) + "\n", first)
-
-
-def test_apply_after_cuda_has_started_is_refused(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver.gpus = [gpu()]
-    selection = select_gpus()
-    started = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True))
-    monkeypatch.setitem(sys.modules, "torch", started)  # type: ignore[arg-type]
-    with pytest.raises(CudaAlreadyInitializedError, match="Pick the GPUs before"):
-        selection.apply()
-    assert "CUDA_VISIBLE_DEVICES" not in os.environ
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selection.cuda_visible_devices)
-    selection.apply()  # nothing to change
 
 
 EXCLUSIVE_OR_WHY = """
@@ -277,26 +251,6 @@ def test_gpus_are_picked_before_cuda_starts_as_advised(driver: Driver, tmp_path:
     assert "Pick the GPUs before anything uses CUDA, including torch.cuda.is_available()" in late.stderr
     early = subprocess.run([sys.executable, "-c", choose + use], capture_output=True, text=True)
     assert (early.returncode, early.stdout) == (0, f"{driver.gpus[1].uuid}\n")
-
-
-def test_libcuda_knows_whether_cuda_has_started(tmp_path: Path) -> None:
-    """torch.cuda.is_available() can start CUDA without torch noting it; the library itself knows."""
-    library = compile_libcuda(
-        tmp_path,
-        "static int on; int cuInit(int f) { on = 1; return 0; }"
-        "int cuDeviceGetCount(int *n) { *n = 1; return on ? 0 : 3; }",
-    )
-    code = f"""
-import ctypes
-from lightning_gpu_tools.selection.cuda import is_initialized
-print(is_initialized())
-cuda = ctypes.CDLL({library!r})
-print(is_initialized())
-cuda.cuInit(0)
-print(is_initialized())
-"""
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.split() == ["False", "False", "True"]
 
 
 @pytest.mark.follows("Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or use UUIDs in CUDA_VISIBLE_DEVICES")

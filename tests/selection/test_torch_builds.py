@@ -89,13 +89,11 @@ def test_a_gpu_that_does_not_report_its_version_is_picked(driver: Driver, run_cl
     ("codes", "runs", "does_not_run"),
     [
         ("sm_80", [(8, 0), (8, 6), (8, 9)], [(7, 5), (9, 0)]),
-        ("sm_86", [(8, 6), (8, 9)], [(8, 0)]),
         ("sm_90 compute_90", [(9, 0), (10, 0), (12, 1)], [(8, 9)]),
         ("sm_90a", [(9, 0)], [(8, 0), (10, 0)]),
         ("compute_90a", [(9, 0)], [(10, 0)]),
         ("sm_100f", [(10, 0), (10, 3)], [(12, 0)]),
         ("compute_100f", [(10, 0), (10, 3)], [(12, 0)]),
-        ("sm_75 sm_120", [(7, 5), (12, 0), (12, 1)], [(7, 0), (8, 0), (11, 0)]),
     ],
 )
 def test_code_runs_where_cuda_promises_it(

@@ -118,11 +118,6 @@ def test_a_second_trainer_gets_the_same_gpus(driver: Driver, claims_dir: Path) -
     assert cpu_as_cuda.gpus_of(trainer(1)) == first[:1]
 
 
-def test_without_a_claim_none_is_taken(claims_dir: Path) -> None:
-    trainer(1, claim=False)
-    assert live_claims(claims_dir) == []
-
-
 def test_after_cuda_has_started_gpus_are_picked_by_number(driver: Driver) -> None:
     cpu_as_cuda.start()
     made = trainer(2)

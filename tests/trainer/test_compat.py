@@ -16,7 +16,7 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.trainer import compat, wrappers
 from lightning_gpu_tools.training import compat as torch_compat
-from lightning_gpu_tools.training.rank_exchange import Board, RankExchange, RankPlace
+from lightning_gpu_tools.training.rank_exchange import RankExchange, RankPlace
 
 
 def train(folder: Path, *callbacks: Callback) -> tuple[Trainer, list[torch.Tensor]]:
@@ -39,7 +39,6 @@ ITERATOR = "_MultiProcessingDataLoaderIter"
     ("module", "gone", "unseen"),
     [
         (wrappers, "on_run_end", "_FitLoop.on_run_end"),
-        (wrappers, "epoch_loop", "_FitLoop.epoch_loop"),
         (wrappers, "val_loop", "_TrainingEpochLoop.val_loop"),
         (wrappers, "save_checkpoint", "Trainer.save_checkpoint"),
         (wrappers, "profile", "PassThroughProfiler.profile"),
@@ -62,7 +61,7 @@ def test_training_goes_on_and_the_report_names_the_unseen(
     assert all(map(torch.equal, trained, weights))
     report = load_report(tmp_path)
     assert unseen is None or unseen in report.unseen
-    assert report.steps == (0 if gone == "epoch_loop" else 30)  # fetches are called there
+    assert report.steps == 30
     assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
     assert "run" not in vars(trainer.fit_loop.epoch_loop)  # every wrapper is off
 
@@ -97,15 +96,6 @@ def test_ranks_that_cannot_meet_are_deaf_and_not_stuck(store: Any, monkeypatch: 
     assert exchange.ranks == 1
     exchange.finish(60.0)
     assert [entry["rank"] for entry in exchange.entries()] == [0]
-
-
-@pytest.mark.parametrize("gone", ["nothing", "clone"])
-def test_ranks_have_a_connection_of_their_own(store: Any, monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
-    hide(monkeypatch, torch_compat, gone)
-    first, second = (Board("stalls", RankPlace(rank, 2, rank, 0, 2), torch_compat.own_store()) for rank in range(2))
-    second.post(step=7)
-    first.read([1])
-    assert first.entries[1]["step"] == 7
 
 
 def test_a_precision_set_for_cuda_alone_does_not_end_the_measuring(tmp_path: Path) -> None:

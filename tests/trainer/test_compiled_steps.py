@@ -101,27 +101,6 @@ def test_a_compiled_module_of_a_trainer_is_compiled_as_without_the_monitor(tmp_p
     assert compiled_by(lambda backend: fit(backend, GPUUtilizationMonitor())) == expected
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch compiles no backward with its loss"
-)
-def test_a_backward_that_is_compiled_with_its_loss_is_said_to_be_unseen(tmp_path: Path) -> None:
-    torch._dynamo.reset()
-    net = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
-
-    @torch.compile(backend="eager")
-    def step(batch: torch.Tensor) -> None:
-        net(batch).square().mean().backward()
-
-    with torch._dynamo.config.patch(trace_autograd_ops=True), watch(folder=tmp_path) as run:
-        for batch in run.batches(BATCHES):
-            step(batch)
-            optimizer.step()
-    report = load_report(tmp_path)
-    assert BACKWARD not in report.phase_s
-    assert report.unseen == ("backward inside compiled code",)
-
-
 def varying(folder: Path, lengths: list[int]) -> Report:
     """Train on batches of these lengths, with a compiled loss whose sizes are all compiled in."""
     torch._dynamo.reset()

@@ -16,14 +16,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from trainings import Model, Samples, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.training.cores import CoreUsers, ThreadWait
-from lightning_gpu_tools.training.stacks import added_times, thread_times
 from lightning_gpu_tools.units import user_name
 
 pytestmark = [
@@ -237,47 +234,3 @@ def test_a_kernel_that_does_not_count_is_named(tmp_path: Path, monkeypatch: pyte
     report = train(tmp_path, burn, 0.0)
     assert report.unseen == ("waiting for a CPU core (schedstat)",)
     assert report.core_wait_share is None
-
-
-def test_a_thread_waits_while_others_compute_on_its_core(one_core: None, tmp_path: Path) -> None:
-    wait = ThreadWait()
-    with others(tmp_path, 1):
-        began_s, threads = wait.seconds(), thread_times()
-        burn(0.3)
-        waited_s = wait.seconds() - began_s
-    assert waited_s > 0.05
-    assert sum(added_times(threads, thread_times())) > 0.29 + waited_s
-    wait.close()
-    assert wait.seconds() == 0.0
-    wait.close()
-
-
-def test_others_are_listed_only_while_the_thread_waits(tmp_path: Path) -> None:
-    waited_s = 0.0
-    users = CoreUsers(lambda: waited_s, list, list)
-    (tmp_path / "mine").symlink_to(Path(sys.executable).resolve())
-    with others(tmp_path, 1) as (pid,), subprocess.Popen([tmp_path / "mine", "-c", COMPUTE]) as mine:
-        users.poll()
-        until_cpu_s(pid, 0.2)
-        users.poll()
-        assert users.other is None
-        for _ in range(2):
-            waited_s += 1000.0
-            assert users.poll() >= 1.0
-            until_cpu_s(pid, cpu_s(pid) + 0.2)
-        mine.kill()
-    assert users.children.name == "mine"
-    assert 0 < users.children.cores <= 1.1
-    others_s = users._of_others  # of which another program of this machine may be the largest
-    assert others_s[user_name(os.getuid()), "busy"] > 0
-    assert (user_name(os.getuid()), "mine") not in others_s
-
-
-def cpu_s(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
-
-
-def until_cpu_s(pid: int, seconds: float) -> None:
-    while cpu_s(pid) < seconds:
-        time.sleep(0.01)

@@ -3,8 +3,6 @@
 import importlib
 import re
 import subprocess
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from trainings import Model, Samples, loader, quiet_trainer
 import lightning_gpu_tools
 from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks, PortableCheckpointIO
-from lightning_gpu_tools.trainer.entry_points import callbacks_factory, register_strategies
+from lightning_gpu_tools.trainer.entry_points import callbacks_factory
 from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
 from lightning_gpu_tools.units import printable
 
@@ -85,16 +83,6 @@ def test_whatever_is_broken_a_trainer_trains(run_python: Callable[..., subproces
         "psutil": ("2", "1"),
     }, answer.stderr
     assert found["psutil"][2].startswith("LIGHTNING_GPU_TOOLS=advise has no effect: ModuleNotFoundError(")
-
-
-def test_a_broken_plugin_or_registry_costs_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LIGHTNING_GPU_TOOLS", raising=False)
-    monkeypatch.setitem(sys.modules, "lightning_gpu_tools.trainer.checkpoint_plugin", types.ModuleType("broken"))
-    with pytest.warns(UserWarning, match=r"^PortableCheckpointIO cannot rename keys .*: AttributeError"):
-        assert callbacks_factory() == []
-    monkeypatch.setitem(sys.modules, "lightning.pytorch.strategies", types.ModuleType("newer"))
-    with pytest.warns(UserWarning, match=r"^lightning_gpu_tools cannot be used with this newer: AttributeError"):
-        register_strategies()
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -12,11 +12,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     Checkpoint,
     LearningRateFinder,
     ModelCheckpoint,
-    RichProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
 from trainings import Boom, Model, Raise, Samples, Tunable, burn, loader, quiet_trainer
@@ -57,24 +55,6 @@ class Fetching(Model):
         return self.layer(batch).square().mean() / 1e4
 
 
-class TwoLoaders(Model):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step(torch.cat([*batch.values()]), batch_idx)
-
-
-class Skipping(Model):
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
-        return None if batch_idx % 2 else super().training_step(batch, batch_idx)
-
-
-class Hooked(Model):
-    def on_train_epoch_end(self) -> None:
-        burn(0.01)
-
-    def on_train_start(self) -> None:
-        burn(0.01)
-
-
 class Data(LightningDataModule):
     def train_dataloader(self) -> Any:
         burn(0.005)  # as one that reads an index
@@ -96,11 +76,6 @@ class FineTune(LearningRateFinder):
 
 
 AT_STEP = 100  # a fit that ends with an exception; what Lightning does then is short in comparison
-
-
-class Stop(Callback):
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        trainer.should_stop = trainer.global_step >= 20
 
 
 Fit = tuple[LightningModule, dict[str, Any], dict[str, Any]]
@@ -141,23 +116,12 @@ KINDS = {
     "barebones": fit(barebones=True, **dict.fromkeys(BARE)),
     "reloading": fit(Model, lambda: {"datamodule": Data()}, max_epochs=3, reload_dataloaders_every_n_epochs=1),
     "logger": fit(log=True, log_every_n_steps=1),
-    "rich progress bar": fit(enable_progress_bar=True, callbacks=[RichProgressBar]),
     "checkpoint at every step": fit(callbacks=[every_step()]),
     "manual optimization": fit(Manual),
     "dataloader_iter": fit(Fetching),
-    "skipped steps": fit(Skipping),
-    "hooks": fit(Hooked, max_epochs=3),
-    "persistent workers": fit(
-        data=on(lambda: loader(Samples(STEPS), num_workers=1, persistent_workers=True)), max_epochs=3
-    ),
-    "a dict of loaders": fit(TwoLoaders, on(lambda: {"a": loader(Samples(STEPS)), "b": loader(Samples(8))})),
-    "stopped": fit(callbacks=[Stop]),
     "exception": fit(max_epochs=3, callbacks=[lambda: Raise(at_step=AT_STEP)]),
     "learning rate finder in mid-fit": fit(
         Tunable, dict, callbacks=[lambda: FineTune(num_training_steps=4, update_attr=False)], max_epochs=3
-    ),
-    "batch size finder": fit(
-        Tunable, dict, callbacks=[lambda: BatchSizeFinder(steps_per_trial=3, init_val=2, max_trials=2)]
     ),
     "loader search": fit(
         data=on(lambda: loader(Samples(200, burn, 0.001))), callbacks=[lambda: NumWorkersFinder(budget_s=0.5)]

@@ -19,7 +19,6 @@ from lightning_gpu_tools import (
     GPUUtilizationMonitor,
     NumWorkersFinder,
     PortableCheckpointIO,
-    load_report,
 )
 from lightning_gpu_tools.loaders import handover, plan, workers
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR, SHUT_DOWN_WORKERS
@@ -185,12 +184,3 @@ def test_a_missing_private_name_changes_nothing(
     hide(monkeypatch, module, name)
     monkeypatch.setattr(plan, "STUDY_STEPS", 3)
     assert train(tmp_path, [made() for made in CALLBACKS.values()], at) == as_usual[at]
-
-
-def test_clocks_that_a_program_has_replaced_are_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()])
-    with monkeypatch.context() as patched:
-        for clock in ("perf_counter", "monotonic"):
-            patched.setattr(f"time.{clock}", iter([]).__next__)  # as a Mock with a list of times
-        trainer.fit(Model(), loader(Samples(3)))
-    assert load_report(tmp_path).outcome == "completed"

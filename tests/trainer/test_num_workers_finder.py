@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import multiprocessing
 import pickle
@@ -241,30 +240,6 @@ class Stateful(DataLoader[Any]):
         return {}
 
 
-class OwnIterator(DataLoader[Any]):
-    def _get_iterator(self) -> Any:
-        return super()._get_iterator()
-
-
-class Endless(DataLoader[Any]):
-    """Keeps one iterator for ever, as some loaders do."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.kept = DataLoader.__iter__(self)
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        while True:
-            yield from self.kept
-            self.kept = DataLoader(self.dataset).__iter__()
-
-
-class Reading(Samples):
-    def __init__(self) -> None:
-        super().__init__(30)
-        self.file = io.FileIO(__file__)
-
-
 class Caching(Samples):
     def __getitem__(self, index: int) -> torch.Tensor:
         vars(self)[str(index)] = index
@@ -278,9 +253,6 @@ class Caching(Samples):
         (lambda: OwnKind(), "OwnKind, not a torch DataLoader"),
         (lambda: shuffled(num_workers=1, in_order=False), "in_order is False"),
         (lambda: Stateful(Samples(30)), "keeps its position"),
-        (lambda: OwnIterator(Samples(30)), "OwnIterator has its own _get_iterator"),
-        (lambda: Endless(Samples(30)), "a Endless has its own iteration"),
-        (lambda: shuffled(Reading()), "`Reading.file` is open, and forked workers would share it"),
         (lambda: shuffled(Caching(30)), "its dataset changes while it is used"),
         (lambda: DataLoader(Samples(30), sampler=DrawsAlways()), "its sampler draws random numbers during the epoch"),
     ],
@@ -412,26 +384,3 @@ def test_only_settings_that_turn_out_slower_than_the_original_ones_are_taken_bac
         assert result.settings == result.original
         assert (result.applied, result.confirmed) == (False, False)
         assert re.search(r"in use: a step took .*, compared with .* with the original settings, so", result.reason)
-
-
-class EndsWhenOriginalsAreBack(Callback):
-    """Ends the training in the first step with the original settings, once others have been in use."""
-
-    were_changed = False
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        num_workers = trainer.train_dataloader.num_workers
-        trainer.should_stop = self.were_changed and num_workers == 0
-        self.were_changed |= num_workers > 0
-
-
-def test_a_training_that_ends_while_settings_are_compared_again_has_not_confirmed_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan, "CONFIRM_GROUP_STEPS", 2)
-    flag = tmp_path / "slow"
-    others = WhenApplied(flag.touch), EndsWhenOriginalsAreBack()
-    result, watch = find(tmp_path, DataLoader(Slow(2000)), *others, model=SlowerSteps(flag))
-    assert watch.workers[-1] == 0
-    assert (result.applied, result.confirmed) == (False, None)
-    assert result.settings != result.original

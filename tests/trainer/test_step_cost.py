@@ -54,19 +54,12 @@ class Counted(Model):
 
     calls = Calls()
 
-    def _count(self, batch_idx: int) -> None:
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if batch_idx == FROM:
             self.calls = Calls().__enter__()
         if batch_idx == FROM + STEPS:
             self.calls.__exit__()
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self._count(batch_idx)
         return super().training_step(batch, batch_idx)
-
-    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self._count(batch_idx)
-        return super().predict_step(batch, batch_idx)
 
 
 def calls_of(callbacks: list[Callback], folder: Path, every: int) -> Calls:
@@ -91,23 +84,6 @@ def test_a_step_makes_fewer_calls_than_with_two_empty_callbacks(
     assert 10 < counted[50].ours / STEPS < 60
     # Around the logger; hardly one asks whether to log. 3, and more where other programs have the cores.
     assert (counted[1].ours - counted[50].ours) / STEPS < 10
-
-
-def test_a_predicted_batch_makes_fewer_calls_than_with_two_empty_callbacks(tmp_path: Path) -> None:
-    class EmptyToo(Callback):
-        def on_predict_batch_end(self, *args: Any) -> None:
-            pass
-
-    counted = {}
-    for name, callbacks in {
-        "empty": [EmptyToo(), EmptyToo()],
-        "ours": [GPUUtilizationMonitor(report=False, interval_s=60.0), GPUUtilizationAdvisor()],
-    }.items():
-        model = Counted()
-        quiet_trainer(tmp_path, callbacks=callbacks).predict(model, loader(Samples(FROM + STEPS + 1)))
-        counted[name] = model.calls
-    assert counted["ours"].all < counted["empty"].all
-    assert 10 < counted["ours"].ours / STEPS < 60
 
 
 def test_lightning_calls_no_hook_of_a_step_that_does_nothing(tmp_path: Path) -> None:

@@ -14,11 +14,9 @@ import torch
 from cpu_as_cuda import positions
 from fake_driver import Driver, gpu
 from jsonargparse import ArgumentParser
-from launched_jobs import live_claims
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
-from lightning.pytorch.strategies import StrategyRegistry
 from sample_report import TRAINED
 
 from lightning_gpu_tools import FreeMemoryCUDAAccelerator, NumWorkersFinder, select_gpus
@@ -32,7 +30,6 @@ from lightning_gpu_tools.strategies import (
     FreeMemoryFSDPStrategy,
     FreeMemoryStrategy,
 )
-from lightning_gpu_tools.trainer.entry_points import register_strategies
 
 BY_NAME = {
     "free_memory": FreeMemoryStrategy,
@@ -96,24 +93,10 @@ def test_named_devices_are_respected(cuda: Driver, devices: Any, expected: list[
     assert positions(trainer("ddp_free_memory", devices), cuda) == expected
 
 
-@pytest.mark.parametrize("devices", [[2], [2, 0]])
-def test_one_named_device_of_the_single_device_strategy(cuda: Driver, claims_dir: Path, devices: list[int]) -> None:
-    made = trainer("free_memory", devices)
-    assert positions(made, cuda) == [2]
-    assert cpu_as_cuda.device_numbers(made) == [2]
-    assert live_claims(claims_dir) == [("whole", 1)]
-
-
 def test_accelerator_and_strategy_together_choose_once(cuda: Driver) -> None:
     accelerator = FreeMemoryCUDAAccelerator(exclusive=True)
     made = trainer(FreeMemoryDDPStrategy(exclusive=True), accelerator=accelerator)
     assert positions(made, cuda) == [3, 2]
-
-
-def test_after_cuda_has_started_devices_are_picked_by_number(cuda: Driver) -> None:
-    cpu_as_cuda.start()
-    assert cpu_as_cuda.device_numbers(trainer("ddp_free_memory")) == [2, 3]
-    assert cpu_as_cuda.device_numbers(trainer("free_memory")) == [3]
 
 
 @needs_deepspeed
@@ -169,11 +152,6 @@ def test_ddp_warns_once_why_it_trains_on_the_cpu(
     assert made.strategy.root_device.type == "cpu"
     (warning,) = [str(one.message) for one in recwarn if "FreeMemory" in str(one.message)]
     assert re.match(f"FreeMemoryDDPStrategy picks no GPU, and training runs on the CPUAccelerator. {why}", warning)
-
-
-def test_names_can_be_registered_again() -> None:
-    register_strategies()
-    assert type(StrategyRegistry.get("ddp_free_memory")) is FreeMemoryDDPStrategy
 
 
 CONFIG = """
