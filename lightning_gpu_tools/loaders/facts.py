@@ -74,7 +74,7 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
         is_daemonic=bool(multiprocessing.current_process().daemon),
         is_forked=is_forked,
         open_files=tuple(_open_files([*held, *of_collate], loader.worker_init_fn, is_forked=is_forked)),
-        not_picklable=None if is_forked else _not_picklable([*held, *of_collate]),
+        not_picklable=None if is_forked else next(_not_picklable([*held, *of_collate]), None),
         not_copyable=next((one.shown.name for one in held if is_not_copyable(one.thing)), None),
         keeps_position=hasattr(loader, "state_dict"),
         in_order=loader.in_order,
@@ -85,7 +85,16 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
         collates=loader.collate_fn is default_collate,
         is_table=_is_table(dataset),
     )
-    return _of_stream(facts, dataset, held, loader.worker_init_fn) if isinstance(dataset, IterableDataset) else facts
+    if not isinstance(dataset, IterableDataset):
+        return facts
+    things = [one.thing for one in held]
+    return replace(
+        facts,
+        is_iterable=True,
+        splits=_splits(dataset, things, loader.worker_init_fn),
+        is_webdataset=any(map(_is_of_webdataset, things)),
+        shards=_shards(things),
+    )
 
 
 def _open_files(found: Sequence[Held], worker_init: Any, *, is_forked: bool) -> Iterator[str]:
@@ -103,9 +112,8 @@ def _open_files(found: Sequence[Held], worker_init: Any, *, is_forked: bool) -> 
                 yield shown.name
 
 
-def _not_picklable(found: Sequence[Held]) -> str | None:
-    named = (one.shown.name for one in found if is_not_picklable(one.thing) and not _pickles_itself(one))
-    return next(named, None)
+def _not_picklable(found: Sequence[Held]) -> Iterator[str]:
+    return (one.shown.name for one in found if is_not_picklable(one.thing) and not _pickles_itself(one))
 
 
 def _pickles_itself(held: Held) -> bool:
@@ -119,13 +127,6 @@ def _pickles_itself(held: Held) -> bool:
 
 
 # Streams
-
-
-def _of_stream(facts: LoaderFacts, dataset: Any, held: Sequence[Held], worker_init: Any) -> LoaderFacts:
-    things = [one.thing for one in held]
-    is_webdataset = any(map(_is_of_webdataset, things))
-    splits = _splits(dataset, things, worker_init)
-    return replace(facts, is_iterable=True, splits=splits, is_webdataset=is_webdataset, shards=_shards(things))
 
 
 def _splits(dataset: Any, things: Sequence[Any], worker_init: Any) -> bool | None:

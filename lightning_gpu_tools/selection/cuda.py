@@ -36,7 +36,7 @@ _TORCH_LIBRARY = "lib/libtorch_python.so"
 _ARCHITECTURES = re.compile(rb"\0(sm_\d+[af]?(?: (?:sm|compute)_\d+[af]?)*)\0")
 # All wheels of torch 2.6 and later have code for these compute capabilities and those between. Source:
 # TORCH_CUDA_ARCH_LIST in torch's .ci/manywheel/build_cuda.sh; those for ARM servers have none before 8.0.
-_IN_ALL_WHEELS = (8, 0), (9, 0)
+_OLDEST, _NEWEST = (8, 0), (9, 0)
 _WHEEL = re.compile(r"\d+\.\d+\.\d+\+cu\d+")
 _VERSION = re.compile(r"^(__version__|cuda)\b.*= '(.+)'", re.MULTILINE)
 
@@ -87,16 +87,13 @@ def installed_torch(gpus: Iterable[GpuReading]) -> TorchBuild | None:
     for folder in (spec and spec.submodule_search_locations) or ():
         facts = dict(_VERSION.findall(read_kernel_file(os.path.join(folder, "version.py"))))
         version = printable(facts.get("__version__", ""))
-        is_known = _WHEEL.fullmatch(version) and all(map(_is_in_all_wheels, gpus))
+        capabilities = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
+        is_known = _WHEEL.fullmatch(version) and all(_OLDEST <= one <= _NEWEST for one in capabilities)
         if "cuda" not in facts or is_known:  # without CUDA: a build for the CPU or for AMD
             return None
         if codes := _codes_in(os.path.join(folder, _TORCH_LIBRARY)):
             return TorchBuild(version, codes)
     return None
-
-
-def _is_in_all_wheels(gpu: GpuReading) -> bool:
-    return gpu.compute_capability is None or _IN_ALL_WHEELS[0] <= gpu.compute_capability <= _IN_ALL_WHEELS[1]
 
 
 @functools.cache

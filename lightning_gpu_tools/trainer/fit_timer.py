@@ -104,7 +104,9 @@ class FitTimer(Timer):
         self._step_ended = step_ended
         self._ending = ending
         self.fault: Exception | None = None
-        self.rank_waits = RankWaits(clock, self._weights_in_buckets)
+        self.rank_waits = RankWaits(
+            clock, lambda: trainer.lightning_module.parameters() if self._run.is_plain_ddp else ()
+        )
         self.memory: MemoryCounters | None = None
         self.names = OF_FIT
         self._trainer = trainer
@@ -169,7 +171,12 @@ class FitTimer(Timer):
         self._time("fit_loop.advance", phases.TRAINER)
         self._time("fit_loop.on_advance_end", phases.TRAINER)
         if trainer.world_size > 1:
-            self._book_rank_waits()
+            self._wrappers.put(torch.distributed, "Work.wait", self.rank_waits.timed)
+            if hasattr(trainer.fit_loop.epoch_loop, compat.SIGNAL_CHECK):
+                self._time(f"fit_loop.epoch_loop.{compat.SIGNAL_CHECK}", f"{phases.RANK_WAIT}/signal check")
+            self._wrap("strategy.backward", self.rank_waits.around_backward)
+            if self._run.is_plain_ddp:
+                self._wrap("strategy.model._sync_buffers", self.rank_waits.around_buffers)
         self._time_step()
         self._time("fit_loop.epoch_loop.val_loop.run", phases.VALIDATION)
         self._wrap("fit_loop.epoch_loop.val_loop.run", partial(before, partial(self._enter, "validation")))
@@ -185,17 +192,6 @@ class FitTimer(Timer):
         self._time_loggers()
         self._time_actions()
         clock.start()
-
-    def _book_rank_waits(self) -> None:
-        self._wrappers.put(torch.distributed, "Work.wait", self.rank_waits.timed)
-        if hasattr(self._trainer.fit_loop.epoch_loop, compat.SIGNAL_CHECK):
-            self._time(f"fit_loop.epoch_loop.{compat.SIGNAL_CHECK}", f"{phases.RANK_WAIT}/signal check")
-        self._wrap("strategy.backward", self.rank_waits.around_backward)
-        if self._run.is_plain_ddp:
-            self._wrap("strategy.model._sync_buffers", self.rank_waits.around_buffers)
-
-    def _weights_in_buckets(self) -> Iterator[torch.nn.Parameter]:
-        return self._trainer.lightning_module.parameters() if self._run.is_plain_ddp else iter(())
 
     def _time_step(self) -> None:
         clock, model = self.clock, self._trainer.lightning_module
@@ -237,7 +233,7 @@ class FitTimer(Timer):
             around["training_step"] = memory.after_forward
 
         def sometimes(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            measured = gpu.part(_STEP_PARTS[part], around.get(part, _as_it_is)(function))
+            measured = gpu.part(_STEP_PARTS[part], around[part](function) if part in around else function)
 
             def called(*args: Any, **kwargs: Any) -> Any:
                 return (measured if gpu.sample is not None or memory.is_reading else function)(*args, **kwargs)
@@ -359,10 +355,6 @@ def _measured_step(
     return measured
 
 
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
 class _Marked(AbstractContextManager[Any]):
     """A context that calls ``mark`` before it is entered."""
 
@@ -433,16 +425,12 @@ def action_context(action: str, trainer: Trainer, clock: StepClock, names: Names
     return clock.booked(phase, action, except_in=phases.VALIDATION if hook in _TRANSFER_HOOKS else "")
 
 
-def _is_ours(callback: Callback) -> bool:
-    return type(callback).__module__.startswith("lightning_gpu_tools.")
-
-
 def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> str | None:
     for callback in callbacks:
         if overrides(callback, "Callback", hook) and action == f"[Callback]{callback.state_key}.{hook}":
             if base_of(callback, "Checkpoint"):
                 return phases.CHECKPOINT  # also for removing files and finding their names
-            if not _is_ours(callback):
+            if not type(callback).__module__.startswith("lightning_gpu_tools."):
                 return f"{phases.CALLBACK}/{type(callback).__name__}"
             # Occasional work of our callbacks there is booked by `StepClock.as_own_work`.
             return None if hook in ("on_train_batch_start", "on_train_batch_end") else phases.MONITORING

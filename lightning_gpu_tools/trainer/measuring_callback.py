@@ -60,13 +60,8 @@ class FitSession(Session):
 
     def _make_timer(self, clock: StepClock, enter: Callable[[Phase], None]) -> FitTimer:
         timer = FitTimer if self.run.stage == "fit" else EvaluationTimer
-        self._fit_timer = timer(self._trainer, clock, self.ending, enter, self.step_ended)
-        return self._fit_timer
-
-    @property
-    def needs_hook(self) -> bool:
-        """Whether a callback must tell this session that a step has ended."""
-        return self._fit_timer.misses_steps
+        self.fit_timer = timer(self._trainer, clock, self.ending, enter, self.step_ended)
+        return self.fit_timer
 
     def step_ended(self, batch: Any) -> None:
         """Act after a step, for all callbacks. This runs in every step, so it makes as few calls as possible."""
@@ -179,7 +174,7 @@ class MeasuringCallback(GuardedCallback):
         """Hide the hooks in which this callback does nothing, or for which another one of the session acts."""
         is_first = session.acting[0] is self
         acts = {
-            "on_train_batch_end": is_first and session.needs_hook,
+            "on_train_batch_end": is_first and session.fit_timer.misses_steps,
             "on_validation_batch_start": is_first and session.run.stage == "fit",
         }
         self._show_hooks()
