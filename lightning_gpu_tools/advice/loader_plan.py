@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from lightning_gpu_tools.advice.findings import Finding, ceiling
 from lightning_gpu_tools.host import HostBudget
@@ -62,12 +62,8 @@ class LoaderPlan:
     most_workers: int | None = None  # that fit into memory and /dev/shm; None if not measured
 
 
-class StepRange(NamedTuple):
-    """The predicted time of a step, from its start to the start of the next one, in seconds."""
-
-    shortest: float
-    expected: float
-    longest: float
+# The shortest, the expected and the longest time of a step, from its start to the start of the next one, in seconds.
+Range = tuple[float, ...]
 
 
 def plan_loader(
@@ -88,7 +84,7 @@ def plan_loader(
     cores = _cores(host)
 
     def workers_s(workers: int) -> float:
-        return _with_workers(current, cost, step_s, min(step_cores, cores), cores, workers).expected
+        return _with_workers(current, cost, step_s, min(step_cores, cores), cores, workers)[1]
 
     best_s = min(workers_s(workers) for workers in (1, max(1, math.ceil(cores))))
     workers_needed = _workers_for(step_s, cost)
@@ -140,7 +136,7 @@ def predict_step(
     host: HostBudget,
     cuda: bool,
     step_cores: float,
-) -> StepRange:
+) -> Range:
     """Return the predicted time of a step with this many workers; arguments as in :func:`plan_loader`."""
     cores = _cores(host)
     with_workers = _with_workers(current, cost, step_s, min(step_cores, cores), cores, workers)
@@ -156,8 +152,8 @@ def predict_step(
     crowded = max(1.0, host.cores / host.cores_in_reach) if host.cores_in_reach else 1.0
     slower = (*slower[:2], slower[2] * crowded)
     ranges = zip(with_workers, slower, lost, receive_s, (won, 0.0, 0.0), strict=True)
-    return StepRange(
-        *(max((by + more - less) * one_s + more_s, cost.wall_s / workers) for one_s, by, more, more_s, less in ranges)
+    return tuple(
+        max((by + more - less) * one_s + more_s, cost.wall_s / workers) for one_s, by, more, more_s, less in ranges
     )
 
 
@@ -167,7 +163,7 @@ def _cores(host: HostBudget) -> float:
 
 def _with_workers(
     current: LoaderSettings, cost: LoadCost, step_s: float, step_cores: float, cores: float, workers: int
-) -> StepRange:
+) -> Range:
     """Return the time of a step while workers load on the same cores.
 
     CPU time of workers beyond the free cores delays the step. One worker delays it by all of that time, because the
@@ -175,13 +171,13 @@ def _with_workers(
     """
     excess_s = 0.0 if cost.cpu_s is None else max(0.0, cost.cpu_s + (step_cores - cores) * step_s)
     if current.num_workers:  # the step was measured while workers ran, and already includes their delay
-        return StepRange(*(step_s + excess_s / cores,) * 3)
+        return (step_s + excess_s / cores,) * 3
     lockstep = min(1.0, max(0.0, (step_cores - 1) / (cores - 1))) if cores > 1 else 0.0
     of_excess = _LOST_TO_ONE if workers == 1 else _LOST_OF_EXCESS
     lost_s = (
         lockstep * min(one * excess_s, other * step_s) for one, other in zip(of_excess, _LOST_OF_STEP, strict=True)
     )
-    return StepRange(*(step_s + excess_s / min(workers, cores) + lost for lost in lost_s))
+    return tuple(step_s + excess_s / min(workers, cores) + lost for lost in lost_s)
 
 
 def _workers_for(step_s: float, cost: LoadCost) -> int:

@@ -57,38 +57,30 @@ class Fetch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One real step."""
+    """One step, or the cost of all steps."""
 
-    wait_s: float  # wait for its batch
-    step_s: float  # time until the next batch was requested
-    cpu_s: float  # CPU seconds of this process during step_s
+    step_s: float  # time from its batch until the next one was requested
+    cpu_s: float = 0.0  # CPU seconds of this process during step_s
+    wait_s: float = 0.0  # wait for its batch
+    threads: int = 0  # number of computing threads; 0 = the step leaves the cores free, like a step on a GPU
 
 
 def steps_between(fetches: Sequence[Fetch | None]) -> list[Step]:
     """Return the steps between these fetches; ``None`` separates epochs."""
     return [
-        Step(one.wait_s, following.asked_s - one.got_s, following.asked_cpu_s - one.got_cpu_s)
+        Step(following.asked_s - one.got_s, following.asked_cpu_s - one.got_cpu_s, one.wait_s)
         for one, following in itertools.pairwise(fetches)
         if one is not None and following is not None
     ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepCost:
-    """The cost of a training step once its batch is ready."""
-
-    wall_s: float
-    cpu_s: float = 0.0
-    threads: int = 0  # number of computing threads; 0 = the step leaves the cores free, like a step on a GPU
-
-
-def step_cost(steps: Sequence[Step], torch_threads: int) -> StepCost:
-    """Return the cost as lower quartiles, which validation and checkpoints do not affect."""
-    wall_s = max(1e-6, _lower_quartile([step.step_s for step in steps]))
+def step_cost(steps: Sequence[Step], torch_threads: int) -> Step:
+    """Return the cost of a step once its batch is ready: lower quartiles, unaffected by validation and checkpoints."""
+    step_s = max(1e-6, _lower_quartile([step.step_s for step in steps]))
     cpu_s = _lower_quartile([step.cpu_s for step in steps])
-    busy = cpu_s / wall_s
+    busy = cpu_s / step_s
     threads = 0 if busy < _BUSY_SHARE * torch_threads else max(1, math.ceil(busy - 0.1))
-    return StepCost(wall_s=wall_s, cpu_s=cpu_s, threads=threads)
+    return Step(step_s, cpu_s, threads=threads)
 
 
 def _lower_quartile(values: Sequence[float]) -> float:
@@ -164,7 +156,7 @@ class LoaderCase:
 
     original: LoaderSettings
     cost: LoadCost
-    step: StepCost
+    step: Step
     host: HostBudget
     cuda: bool  # whether batches go to an NVIDIA GPU
     epoch_steps: int | None = None  # None: unknown, or workers cannot persist between epochs
@@ -173,9 +165,9 @@ class LoaderCase:
     def plan(self) -> LoaderPlan:
         """The plan that the costs alone suggest."""
         step = self.step
-        cores = step.cpu_s / step.wall_s if step.threads else 0.0
+        cores = step.cpu_s / step.step_s if step.threads else 0.0
         return plan_loader(
-            self.original, self.cost, step_s=step.wall_s, host=self.host, cuda=self.cuda, step_cores=cores
+            self.original, self.cost, step_s=step.step_s, host=self.host, cuda=self.cuda, step_cores=cores
         )
 
 
@@ -273,7 +265,7 @@ def _in_use(case: LoaderCase, trials: Sequence[LoaderTrial], settings: LoaderSet
     if not settings.num_workers:
         return settings
     start_s = max((trial.start_s for trial in trials if trial.start_s is not None), default=0.0)
-    worth_it = case.epoch_steps is not None and start_s > _PERSISTENT_FROM * case.epoch_steps * case.step.wall_s
+    worth_it = case.epoch_steps is not None and start_s > _PERSISTENT_FROM * case.epoch_steps * case.step.step_s
     return replace(
         settings,
         persistent_workers=case.original.persistent_workers or worth_it,

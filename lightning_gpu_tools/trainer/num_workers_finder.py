@@ -291,7 +291,7 @@ class _Fit:
         for one in self._switches:
             one.fetches = None
         obstacle, nothing = self._obstacle(switch)
-        cost = None if obstacle else dataclasses.asdict(plan.step_cost(self._study, torch.get_num_threads()))
+        cost = None if obstacle else plan.step_cost(self._study, torch.get_num_threads())._asdict()
         all_facts = self._gather({"obstacle": obstacle, "nothing": nothing, "step": cost})
         obstacle = next((facts["obstacle"] for facts in all_facts if facts["obstacle"]), None)
         if obstacle or switch is None or self._tuned is None:
@@ -306,7 +306,7 @@ class _Fit:
         found = search(
             given,
             # Ranks wait for each other inside the step, so the shortest time is that of the step itself.
-            step=plan.StepCost(**min((facts["step"] for facts in all_facts), key=lambda cost: float(cost["wall_s"]))),
+            step=plan.Step(**min((facts["step"] for facts in all_facts), key=lambda cost: float(cost["step_s"]))),
             host=read_host_budget(local_ranks=run.place.local_ranks),
             cuda=trains_on_gpu(trainer),
             budget_s=self._finder.budget_s,

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, get_worker_info
 from trainings import Model, Raise, Samples, quiet_trainer
 
 from lightning_gpu_tools import NumWorkersFinder
-from lightning_gpu_tools.loaders.handover import switchable
 from lightning_gpu_tools.loaders.workers import Batches
 from lightning_gpu_tools.types import LoaderSettings
 
@@ -79,15 +78,6 @@ def test_workers_that_hang_are_killed_all_at_once() -> None:
     batches.close(grace_s=0.2)
     assert time.monotonic() - began_s < STALL_S  # which torch takes for each, and does not get rid of it
     assert not any(worker.is_alive() for worker in workers)
-
-
-def test_who_drops_an_iteration_ends_its_workers() -> None:
-    made = switchable(DataLoader(Samples(10), num_workers=2))
-    batches = iter(made)
-    next(batches)
-    assert len(multiprocessing.active_children()) == 2
-    del batches
-    assert not multiprocessing.active_children()
 
 
 def interrupt_search(folder: Path, rank: int) -> None:

@@ -13,7 +13,6 @@ from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderTrial
 from lightning_gpu_tools.loaders.plan import (
     LoaderCase,
     Step,
-    StepCost,
     choose,
     confirm_steps,
     max_workers,
@@ -36,7 +35,7 @@ def case(load_s: float = 0.04, step_s: float = 0.01, **changes: object) -> Loade
     made = LoaderCase(
         original=NO_WORKERS,
         cost=LoadCost(wall_s=load_s, cpu_s=0.0),
-        step=StepCost(wall_s=step_s),
+        step=Step(step_s),
         host=HOST,
         cuda=False,
     )
@@ -50,11 +49,11 @@ def trial(count: int, batch_s: float | None, prefetch: int = 2, wait_s: float = 
 
 def tried(of: LoaderCase, speed: object) -> list[LoaderTrial]:
     """Play a whole search in which a number of workers has the speed that a function says."""
-    alone_s = of.cost.wall_s + of.step.wall_s
+    alone_s = of.cost.wall_s + of.step.step_s
     trials = [trial(0, alone_s, wait_s=of.cost.wall_s)]
     while (settings := next_trial(of, trials)) is not None:
         batch_s = speed(settings)  # type: ignore[operator]
-        wait_s = max(0.0, batch_s - of.step.wall_s)
+        wait_s = max(0.0, batch_s - of.step.step_s)
         trials.append(trial(settings.num_workers, batch_s, settings.prefetch_factor or 2, wait_s))
         assert len(trials) < 40
     return trials
@@ -105,7 +104,7 @@ def test_a_failure_ends_the_way_up_and_two_end_the_search() -> None:
     assert next_trial(case(), [*trials, trial(2, None, failed="killed")]) is None
 
 
-ON_CPU = case(step=StepCost(wall_s=0.01, cpu_s=0.01, threads=1))
+ON_CPU = case(step=Step(0.01, 0.01, threads=1))
 KILLED = trial(4, None, failed="killed")
 
 
@@ -167,7 +166,7 @@ def step(wait_s: float, step_s: float, cpu_s: float = 0.0) -> Step:
 
 def test_validation_in_between_does_not_count_as_a_step() -> None:
     steps = [step(0.02, 0.01)] * 19 + [step(0.0, 5.0)]
-    assert step_cost(steps, 8).wall_s == pytest.approx(0.01)
+    assert step_cost(steps, 8).step_s == pytest.approx(0.01)
     assert step_to_step_s(steps) == pytest.approx(0.029)
 
 

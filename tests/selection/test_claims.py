@@ -129,16 +129,6 @@ def test_a_claim_that_cannot_be_made_again_is_named_once(path: Path) -> None:
     assert "this job has claimed it again" in mine.keep()
 
 
-def test_a_claim_in_a_relative_folder_is_found_from_everywhere(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(path.parent)
-    monkeypatch.setenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", path.name)
-    mine = take(Path(directory()))
-    path.with_name("elsewhere").mkdir()
-    monkeypatch.chdir(path.with_name("elsewhere"))
-    assert mine.keep() == ""
-    assert not Path("claims").exists()
-
-
 def test_a_claim_that_is_released_while_it_is_taken_again_is_released(path: Path) -> None:
     mine = take(path)
 

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import cpu_as_cuda
@@ -18,14 +17,12 @@ from fake_driver import Driver, gpu, mig, process
 from launched_jobs import PLACE, claims_in, live_claims, said, slurm
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from sample_report import TRAINED
 
 from lightning_gpu_tools import FreeMemoryCUDAAccelerator, select_gpus
 from lightning_gpu_tools.advice.causes.memory import other_processes
 from lightning_gpu_tools.advice.causes.time import shared_gpu
 from lightning_gpu_tools.advice.shortcomings import shortcomings
-from lightning_gpu_tools.errors import NotEnoughGpusError, ReportError
-from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.errors import NotEnoughGpusError
 from lightning_gpu_tools.runs.surroundings import read_surroundings
 from lightning_gpu_tools.selection.claims import held_claims, warn_once
 from lightning_gpu_tools.trainer.facts import TrainerRun
@@ -170,26 +167,6 @@ def test_one_line_of_the_log_names_the_gpus_and_why(driver: Driver, caplog: pyte
         trainer(1)
     (line,) = [record.message for record in caplog.records if record.name.endswith("lightning_gpu_tools")]
     assert f"GPU 3 ({driver.gpus[3].uuid[:12]}…) with 40.0 GiB free, 0 % busy" in line
-
-
-def test_last_is_what_the_last_run_needed_on_each_gpu(
-    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, claims_dir: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ReportError, match=r"min_free=last: no gpu_report\.json in .* pass a size"):
-        trainer(min_free="last")
-    (account,) = TRAINED.memory
-    small = replace(account, parts_bytes={"parameters": 15 * 2**30, "context": 2**30})
-    ReportFile(tmp_path / "lightning_logs" / "version_0").save(replace(TRAINED, memory=(small, small)))
-    driver.gpus = [gpu(memory_free=free, utilization=busy) for free, busy in [("19GiB", 0), ("20GiB", 90)] * 2]
-    with pytest.raises(NotEnoughGpusError, match=r"19\.0 GiB free, asked for 19\.2 GiB"):
-        trainer(3, "ddp", min_free="last")
-    with caplog.at_level("INFO"):
-        made = trainer(2, min_free="last")
-    assert sorted(cpu_as_cuda.positions(made, driver)) == [1, 3]
-    assert live_claims(claims_dir) == [("memory", 2)]
-    *_, line = [record.message for record in caplog.records if "min_free=last" in record.message]
-    assert line.startswith("min_free=last: 19.2 GiB (peak 16.0 GiB of LitModel on 2026-01-02, lightning_logs/version_0")
 
 
 @pytest.mark.follows("Use a free GPU (lightning-gpu-tools pick --exclusive, or", "{}(min_free='{}') claims it.")

@@ -63,12 +63,6 @@ class TwoOptimizers(SlowParts):
         return [SlowSGD(self, self.spend), SlowSGD(self, self.spend)]
 
 
-class InClosures(TwoOptimizers):
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-            optimizer.step(lambda: self.manual_backward(SlowParts.training_step(self, batch, batch_idx)))
-
-
 def timed_fit(time: HandClock, folder: Path, model: LightningModule, *callbacks: Callback, **options: Any) -> StepClock:
     watch = Watch(time)
     trainer = quiet_trainer(folder, callbacks=[watch, *callbacks], num_sanity_val_steps=0, **options)
@@ -83,7 +77,6 @@ def timed_fit(time: HandClock, folder: Path, model: LightningModule, *callbacks:
         pytest.param(SlowParts, {"accumulate_grad_batches": 2}, (1, 1, 0.5), id="accumulated"),
         pytest.param(lambda spend: SlowParts(spend, closures=3), {}, (3, 3, 1), id="closures"),
         pytest.param(TwoOptimizers, {}, (2, 2, 2), id="two optimizers"),
-        pytest.param(InClosures, {}, (2, 2, 2), id="manual closures"),
     ],
 )
 def test_forward_backward_and_optimizer_are_told_apart(

@@ -187,13 +187,6 @@ class Split(IterableDataset[torch.Tensor]):
             yield a_row(number)
 
 
-def test_a_stream_that_splits_gets_settings_but_no_search(tmp_path: Path) -> None:
-    finding = diagnosed(tmp_path, Counting(), DataLoader(Split()))
-    assert finding.evidence["kind"] == "too_few_workers"
-    assert "NumWorkersFinder" not in finding.advice
-    assert trained(tmp_path, DataLoader(Split(), **settings_in(finding.advice)), max_epochs=1) == ALL
-
-
 @pytest.mark.follows("Set num_workers yourself")
 def test_a_finder_that_leaves_a_stream_alone_says_what_to_set(tmp_path: Path) -> None:
     result = found_by_finder(tmp_path, DataLoader(Split()))
