@@ -128,7 +128,7 @@ CHANGES = [
 
 def shorten_trials(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     """Try a few batches of a few settings: enough where loading is waiting, and takes four times as long as a step."""
-    few = {"_PROBED": 6, "_MAX_PROBED": 6, "_MIN_BATCHES": 8, "_MIN_SECONDS": 0.1, "_PRECISION": 1.0}
+    few = {"_MAX_PROBED": 6, "_MIN_BATCHES": 8, "_MIN_SECONDS": 0.1, "_PRECISION": 1.0}
     for name, value in few.items():
         set_attribute(search, name, value)
     set_attribute(plan, "_TRIALS_OF_CLOSE", 1)
