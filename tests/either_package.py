@@ -74,7 +74,6 @@ def train() -> dict[str, Any]:
         and isinstance(monitor, pl.Callback),
         "mine": trainer.strategy.mine,
         "by name": isinstance(named, FreeMemoryDDPStrategy),
-        "saved by ours": "lightning_gpu_tools" in content,
     }
 
 

@@ -52,7 +52,7 @@ def test_a_program_that_imports_this_package_first(
     answer = run_python(str(script), "pytorch_lightning", str(tmp_path))
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout.splitlines()[-1]) == {
-        "training": {"steps": 4, "reported": 4, "of both": True, "mine": 7, "by name": True, "saved by ours": True},
+        "training": {"steps": 4, "reported": 4, "of both": True, "mine": 7, "by name": True},
         "cli": {
             "inner": "lightning_fabric.plugins.io.torch_io",
             "unused": True,
