@@ -11,26 +11,11 @@ from itertools import groupby
 
 # Powers of 1024 for KiB/MiB/GiB/TiB and of 1000 for kB/MB/GB/TB: IEC 80000-13 and SI. K/M/G/T are powers of 1024, as in
 # SLURM (--mem=8G, str_to_mbytes() in its src/common/proc_args.c) and Docker (-m 8g).
-_BYTES_PER_UNIT = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "k": 2**10,
-    "m": 2**20,
-    "g": 2**30,
-    "t": 2**40,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
+_BYTES_PER_UNIT = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _BYTES_PER_UNIT[f"{_prefix}b"] = 1000**_power
+    for _unit in (f"{_prefix}ib", f"{_prefix}i", _prefix):
+        _BYTES_PER_UNIT[_unit] = 1024**_power
 _SECONDS_PER_UNIT = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MAX_BYTES = 2**64  # NVML counts bytes in 64 bits
 _MAX_WIDTH, _MIN_WIDTH = 100, 60  # our defaults; a row of a tree with a short label has 60 columns
