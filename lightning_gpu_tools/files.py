@@ -40,18 +40,17 @@ def scratch_prefix() -> str:
     with os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             named = _SCRATCH.match(entry.name)
-            if named and is_running(_process_of(named)) is False:
+            if named is None:
+                continue
+            kernel, namespace, pid, started_ticks = named.groups()
+            process = ProcessId(
+                kernel=kernel, namespace=f"pid:[{namespace}]", pid=int(pid), started_ticks=int(started_ticks) or None
+            )
+            if is_running(process) is False:
                 _remove_own(entry)
     own = process_id(os.getpid())
     namespace = re.sub(r"\D", "", own["namespace"] or "") or "0"
     return f"lightning-gpu-tools-{own['kernel']}-{namespace}-{own['pid']}-{own['started_ticks'] or 0}-"
-
-
-def _process_of(named: re.Match[str]) -> ProcessId:
-    kernel, namespace, pid, started_ticks = named.groups()
-    return ProcessId(
-        kernel=kernel, namespace=f"pid:[{namespace}]", pid=int(pid), started_ticks=int(started_ticks) or None
-    )
 
 
 def _remove_own(entry: os.DirEntry[str]) -> None:

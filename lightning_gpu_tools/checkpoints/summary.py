@@ -20,7 +20,6 @@ from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.units import format_bytes, line_width, printable, printable_path, wrapped
 
 SCHEMA_VERSION = 1
-_MAX_ENTRIES = 20
 # Entries that have their own line or number.
 _SHOWN = frozenset(
     {"epoch", "global_step", "hyper_parameters", "hparams_name", "hparams_type", "callbacks", "loops"}
@@ -85,11 +84,9 @@ def render(summary: Mapping[str, Any]) -> str:
     for label, names in {"hyperparameters": summary["hyper_parameters"], "callbacks": summary["callbacks"]}.items():
         if names:
             lines += _prose(f"  {label}: {', '.join(map(printable, names))}")
-    others = [name for name in summary["entries"] if name not in _SHOWN and name not in summary["weights"]]
-    for name in others[:_MAX_ENTRIES]:
-        lines += _prose(f"  {printable(name)}: {summary['entries'][name]}")
-    if len(others) > _MAX_ENTRIES:
-        lines.append(f"  and {len(others) - _MAX_ENTRIES} more entries; use --json to list all")
+    for name, described in summary["entries"].items():
+        if name not in _SHOWN and name not in summary["weights"]:
+            lines += _prose(f"  {printable(name)}: {described}")
     if summary["beyond_plain_data"]:
         lines += _prose(f"  holds more than plain data: {', '.join(map(printable, summary['beyond_plain_data']))}")
     for name, weights in summary["weights"].items():

@@ -127,7 +127,11 @@ def load_weights(
         last.ckpt: loaded 161 weights; removed "module." from 161 keys
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"load_weights needs a torch.nn.Module, got {_no_model(model)}.")
+        what = f"{printable(type(model).__name__)}. The model comes first: load_weights(model, path)"
+        if isinstance(model, type) and issubclass(model, nn.Module):
+            name = printable(model.__name__)
+            what = f"the class {name}. Create a model: load_weights({name}(...), path)"
+        raise TypeError(f"load_weights needs a torch.nn.Module, got {what}.")
     path = checkpoint_at(path)
     content, unread = read_weights(path, weights_only=weights_only)
     entries = weights_in(content, path)
@@ -140,14 +144,6 @@ def load_weights(
         plan, loaded = copy_weights(model, fit)
     warn_of_what_is_left(path, model, fit)
     return _report(str(path), fit, plan, loaded, unread.classes)
-
-
-def _no_model(given: object) -> str:
-    """Return what was given instead of a model, and the right call."""
-    if isinstance(given, type) and issubclass(given, nn.Module):
-        name = printable(given.__name__)
-        return f"the class {name}. Create a model: load_weights({name}(...), path)"
-    return f"{printable(type(given).__name__)}. The model comes first: load_weights(model, path)"
 
 
 def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fit) -> None:
@@ -183,7 +179,12 @@ def fit_weights(model: nn.Module, entries: Entries, root: str | None, strict: bo
                 raise
             refusals[entry] = error
     if not fits:
-        raise _closest(refusals, entries)
+        entry = min(refusals, key=lambda entry: len(getattr(refusals[entry], "missing", ())))  # lacks the fewest keys
+        closest = refusals[entry]
+        if len(entries) > 1:
+            message = f"Of the entries {shortened([*map(quoted, entries)], 8)}, {quoted(entry)} is closest. {closest}"
+            closest.args = (message, *closest.args[1:])
+        raise closest
     if not strict:
         most = max(len(fit.plan.renames) for fit in fits)
         fits = [fit for fit in fits if len(fit.plan.renames) == most]
@@ -210,16 +211,6 @@ def fit_weights(model: nn.Module, entries: Entries, root: str | None, strict: bo
     of_fit = _entry_in_roots(fit.entry, entries)
     attributes = (f"{of_fit}.{name}" if of_fit else name for name in fit.plan.others)
     return fit._replace(others=(*filter(None, others), *attributes))
-
-
-def _closest(refusals: Mapping[str, CheckpointError], entries: Entries) -> CheckpointError:
-    """Return the refusal of the entry that lacks the fewest keys, with the names of all entries."""
-    entry = min(refusals, key=lambda entry: len(getattr(refusals[entry], "missing", ())))
-    error = refusals[entry]
-    if len(entries) > 1:
-        message = f"Of the entries {shortened([*map(quoted, entries)], 8)}, {quoted(entry)} is closest. {error}"
-        error.args = (message, *error.args[1:])
-    return error
 
 
 def _entry_in_roots(entry: str, entries: Entries) -> str:

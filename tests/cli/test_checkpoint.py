@@ -53,14 +53,6 @@ def test_inspect_gives_json(last: str, run: Run) -> None:
     }
 
 
-@pytest.mark.follows("more entries; use --json to list all")
-def test_inspect_lists_all_entries_as_json(tmp_path: Path, run: Run) -> None:
-    torch.save({**LIGHTNING, **{f"more{i}": i for i in range(30)}}, path := str(tmp_path / "a.ckpt"))
-    advised = re.search(r"and 10 more entries; use (\S+) to list all", run("inspect", path)[1])
-    entries = json.loads(run("inspect", path, advised[1])[1])["entries"]  # type: ignore[index]
-    assert {f"more{i}" for i in range(30)} <= entries.keys()
-
-
 def test_inspect_knows_foreign_classes(net: Tied, tmp_path: Path, run: Run) -> None:
     path = tmp_path / "a.ckpt"
     write_checkpoint(lightning_checkpoint(net.state_dict(), where=tmp_path), path)
