@@ -13,7 +13,7 @@ from lightning_gpu_tools.advice.out_of_memory import (
     OutOfMemoryMessage,
 )
 from lightning_gpu_tools.training.memory_readings import (
-    BlockEvent,
+    Block,
     MemoryHoldings,
     MemoryReading,
     RankMemory,
@@ -49,12 +49,12 @@ def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
         added_bytes=peak - begin,
     )
     events = (
-        BlockEvent(10, peak - begin, grows=True),
-        BlockEvent(2, -2 * GIB),
-        BlockEvent(11, 2 * GIB, grows=True),
-        BlockEvent(11, -2 * GIB),
-        BlockEvent(10, begin - peak),
-        BlockEvent(12, 2 * GIB),
+        Block(10, peak - begin, grows=True),
+        Block(2, -2 * GIB),
+        Block(11, 2 * GIB, grows=True),
+        Block(11, -2 * GIB),
+        Block(10, begin - peak),
+        Block(12, 2 * GIB),
     )
     held = Segment(False, ((1, begin - 2 * GIB, False),)), Segment(False, ((2, 2 * GIB, False),))
     recorded = RecordedSteps(segments=held, steps=(RecordedStep(9, (batch_size, 512), events),))

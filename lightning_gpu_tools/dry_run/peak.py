@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_gpu_tools.training.memory_lines import Block, Stack
-from lightning_gpu_tools.training.memory_trace import Allocated, Event
+from lightning_gpu_tools.training.memory_readings import Block, Stack
 
 # Functions of torch in which the training thread runs backward, and in which backward recomputes activations.
 _BACKWARD = ("_engine_run_backward", "unpack_hook")
@@ -44,15 +43,14 @@ def phase_of(stack: Stack) -> str:
     return "forward"
 
 
-def find_peak(before: Mapping[int, Block], events: Sequence[Event]) -> Peak:
+def find_peak(before: Mapping[int, Block], events: Sequence[Block]) -> Peak:
     """Return the peak of these events, given the blocks in use before them."""
-    changes = (event.size if event.is_allocated else -event.size for event in events)
-    sizes = list(accumulate(changes, initial=sum(block.size for block in before.values())))
+    sizes = list(accumulate((one.size for one in events), initial=sum(block.size for block in before.values())))
     place = max(range(len(sizes)), key=sizes.__getitem__)
     live, at_peak, reached_by = dict(before), dict(before), None
     for number, event in enumerate(events, 1):
-        if event.is_allocated:
-            live[event.address] = Block(event.size, event.stack, phase_of(event.stack), event.address)
+        if event.size > 0:
+            live[event.address] = event._replace(phase=phase_of(event.stack))
         else:
             live.pop(event.address, None)
         if number == place:
@@ -81,10 +79,10 @@ def parts_at(
     return parts
 
 
-def moments_of(events: Sequence[Event]) -> Allocated:
-    """Return the bounds of the phases of a step, in allocations since its beginning."""
-    phases = [phase_of(event.stack) for event in events if event.is_allocated]
+def ends_of(events: Sequence[Block]) -> tuple[int, int]:
+    """Return the numbers of a step's allocations up to the end of forward, and of backward."""
+    phases = [phase_of(event.stack) for event in events if event.size > 0]
     end = len(phases)
     before_backward = phases.index("backward") if "backward" in phases else end
     of_optimizer = (number for number in range(before_backward, end) if phases[number] == "optimizer")
-    return Allocated(0, before_backward, next(of_optimizer, end), end)
+    return before_backward, next(of_optimizer, end)

@@ -32,23 +32,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
 from lightning_gpu_tools.collector import frames_kept
-from lightning_gpu_tools.dry_run.peak import Peak, find_peak, moments_of, parts_at, phase_of
+from lightning_gpu_tools.dry_run.peak import Peak, ends_of, find_peak, parts_at, phase_of
 from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, Moment, Plan, ProcessRecord
 from lightning_gpu_tools.loaders.settings import batch_shape
 from lightning_gpu_tools.trainer.import_hooks import when_imported
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.memory_counters import read_memory
-from lightning_gpu_tools.training.memory_holdings import fixed_sizes_of, plain_tensors, workspace_sizes_of
-from lightning_gpu_tools.training.memory_lines import Block, MemoryRecorder, by_line, live_blocks
-from lightning_gpu_tools.training.memory_readings import BlockEvent, MemoryLine, RecordedStep, RecordedSteps, Segment
-from lightning_gpu_tools.training.memory_trace import (
-    Event,
-    block_events,
-    gradient_sizes,
+from lightning_gpu_tools.training.memory_blocks import (
+    MemoryRecorder,
+    by_line,
+    events_with_growth,
+    live_blocks,
     recorded_events,
     segments,
-    sizes_in_16_bits,
 )
+from lightning_gpu_tools.training.memory_counters import read_memory
+from lightning_gpu_tools.training.memory_holdings import fixed_sizes_of, plain_tensors, workspace_sizes_of
+from lightning_gpu_tools.training.memory_readings import Block, MemoryLine, RecordedStep, RecordedSteps, Segment
 from lightning_gpu_tools.training.source_lines import line_in
 from lightning_gpu_tools.units import printable
 
@@ -290,11 +289,11 @@ class _Gpu:
     is_complete: bool = True  # no event of these steps is missing
     _segments: tuple[Segment, ...] = ()  # at the beginning of the first step
     _unnamed: dict[int, int] = field(default_factory=dict)  # address -> size of unknown blocks in these segments
-    _between: list[Event] = field(default_factory=list)  # events between the previous step and this one
+    _between: list[Block] = field(default_factory=list)  # events between the previous step and this one
     # From the last reading:
     _names: dict[int, str] = field(default_factory=dict)
     _live: dict[int, Block] = field(default_factory=dict)
-    _events: list[Event] = field(default_factory=list)
+    _events: list[Block] = field(default_factory=list)
     _is_whole: bool = True
     _allocations: int = 0
 
@@ -303,7 +302,7 @@ class _Gpu:
         reading = read_memory(self.gpu)
         assert reading is not None
         self._events = recorded_events(self.gpu)
-        allocated = sum(event.is_allocated for event in self._events)
+        allocated = sum(event.size > 0 for event in self._events)
         self._is_whole = allocated == reading.allocations - self._allocations
         self._allocations = reading.allocations
         found = find_peak(self._live, self._events if self._is_whole else ())
@@ -326,7 +325,7 @@ class _Gpu:
         freed = {event.address for step in self.steps for event in step.events if event.size < 0}
         batch = {address: size for address, size in self._unnamed.items() if address in freed}
         first, *others = self.steps
-        events = (*(BlockEvent(address, size, grows=True) for address, size in batch.items()), *first.events)
+        events = (*(Block(address, size, grows=True) for address, size in batch.items()), *first.events)
         kept = []
         for one in self._segments:
             blocks = tuple((at, size, is_free or at in batch) for at, size, is_free in one.blocks)
@@ -347,16 +346,11 @@ class _Gpu:
     def keep_step(self, step: int, batch_size: int, weights: Iterable[torch.Tensor], is_mixed: bool) -> None:
         """Keep the events of a step, from the last reading, together with those before it, for a replay."""
         self.is_complete &= self._is_whole
-        events_of_step = [*self._between, *self._events]
+        events = [*self._between, *self._events]
         weights = {id(weight): weight for weight in weights}.values()
-        events = block_events(
-            events_of_step,
-            moments_of(events_of_step),
-            copies=sizes_in_16_bits(weights if is_mixed else ()),
-            gradients=gradient_sizes(weights),
-            fixed=fixed_sizes_of(self.gpu),
-        )
-        self.steps.append(RecordedStep(step, (batch_size,), events))
+        fixed = fixed_sizes_of(self.gpu)
+        found = events_with_growth(events, ends_of(events), weights, is_mixed=is_mixed, fixed=fixed)
+        self.steps.append(RecordedStep(step, (batch_size,), found))
 
 
 def _names(**parts: object) -> dict[int, str]:

@@ -1,64 +1,149 @@
-"""The end of training, and facts about batches and memory that explain an error."""
+"""The end of training, and facts about batches and memory that explain an error.
+
+torch calls a function of this module when its allocator fails. By the time the error reaches a hook, much memory is
+free again.
+"""
 
 from __future__ import annotations
 
-from contextlib import suppress
-from functools import partial
-from typing import Any
+import contextlib
+import math
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
 
 from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape
 from lightning_gpu_tools.reports.report import COMPLETED
 from lightning_gpu_tools.runs.run import Run
-from lightning_gpu_tools.training.memory_failures import MemoryFailures
+from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.memory_blocks import MemoryRecorder, by_line, live_blocks
+from lightning_gpu_tools.training.memory_counters import read_memory
+from lightning_gpu_tools.training.memory_readings import MemoryLine, MemoryReading
 from lightning_gpu_tools.training.step_clock import StepClock
+
+# Our defaults.
+_EARLY_STEPS, _EVERY_STEPS = 64, 64  # reads at the start of the first steps, then of one step in 64; 10 to 20 µs each
+_MAX_POINTS = 200
+_RECORDED_BATCHES = 3  # of each validation, whose blocks are recorded with their lines
+
+
+class AllocatorFailure(NamedTuple):
+    """A failure of torch's allocator."""
+
+    phase: str  # by the clock
+    grad_enabled: bool | None  # in the allocating thread; None if unknown
+    reading: MemoryReading | None
+    lines: tuple[MemoryLine, ...] = ()  # of the blocks in use that were recorded
 
 
 class Ending:
-    """The end of training."""
+    """The end of training: its outcome, the last failure of torch's allocator, and the batch in use."""
 
     def __init__(self, run: Run, clock: StepClock) -> None:
         self.run, self.clock = run, clock
         self.outcome = COMPLETED
         self.failure: Failure | None = None  # if known beyond the error
         self.out_of_memory: OutOfMemory | None = None  # if it ended training
-        self.allocator = None if run.gpu is None else MemoryFailures(run.gpu, lambda: clock.current.phase)
-        self._oom_kills_before = oom_kills()
+        self.last: AllocatorFailure | None = None
+        self.batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch in use
+        self.batch_bytes = 0  # on the GPU, of the last batch at whose start the bytes in tensors were read
+        self.next_step = math.inf if run.gpu is None else 0.0  # the next one to read at its start
+        self.usual: Callable[[], Collection[int]] = tuple  # addresses of blocks that belong to the optimizers
+        self.begins = Timeline(_MAX_POINTS, 1.0)  # bytes in tensors at the start of steps
+        self.validation_begins = Timeline(_MAX_POINTS, 1.0)  # the same for the batches of the last validation
+        self._count = 0  # of the allocator's failures; the program or cuDNN may have continued after each
+        self._gpu = run.gpu
+        self._recorder = MemoryRecorder()
+        self._validations = 0
         self._begun_validation = (-1, -1)  # step of the last validation batch, and its number
+        self._oom_kills_before = oom_kills()
         self.listen()
 
     def listen(self) -> None:
-        """Start to record allocator failures, if CUDA has started."""
-        if self.allocator is not None:
-            self.allocator.listen()
+        """Register for failures of the allocator, if this rank has a GPU and CUDA has started."""
+        global _is_attached
+        attach = compat.out_of_memory_observer()
+        if self._gpu is None or attach is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return
+        _listening.add(self)
+        if not _is_attached:  # only once, because it cannot be detached
+            with contextlib.suppress(RuntimeError):  # not supported by cudaMallocAsync
+                attach(_allocator_failed)
+                _is_attached = True
 
     def close(self) -> None:
-        """Stop recording allocator failures."""
-        if self.allocator is not None:
-            self.allocator.close()
+        """Stop listening for failures and recording."""
+        _listening.discard(self)
+        self._recorder.stop()
 
     def begin_step(self, batch: Any) -> None:
-        """Record the batch of a step that begins."""
-        if self.allocator is not None:
-            with suppress(Exception):  # an odd batch must not end training
-                size = partial(batch_bytes, batch, on_gpu=True)
-                self.allocator.begin_step(self.clock.steps, batch_shape(batch), size)
+        """Record the batch of a training step at its start, and in some steps the bytes in tensors and in the batch."""
+        if self._gpu is None:
+            return
+        self._recorder.stop()  # of the batches of a validation, which may have been short
+        step = self.clock.steps
+        with contextlib.suppress(Exception):  # an odd batch must not end training
+            self.batch_shape = batch_shape(batch)
+            if step >= self.next_step:
+                self.next_step = step + (1 if step < _EARLY_STEPS else _EVERY_STEPS)
+                self._read(self.begins, step, batch)
 
     def note_failed_batch(self, batch: Any) -> None:
         """Record the batch of a step that has failed."""
-        if self.allocator is not None:
-            with suppress(Exception):
-                self.allocator.batch_shape = batch_shape(batch)
+        with contextlib.suppress(Exception):
+            self.batch_shape = batch_shape(batch)
+
+    def enter(self, phase: str) -> None:
+        """Begin a validation, or training after it. A loop may not report the batches of a validation."""
+        self._recorder.stop()
+        if phase == "validation" and self._gpu is not None:
+            self.batch_shape = None
+            self.validation_begins = Timeline(_MAX_POINTS, 1.0)
+            self._validations += 1
+            if self._validations.bit_count() == 1:
+                self._recorder.start("state")
 
     def begin_validation_batch(self, batch: Any, number: int) -> None:
-        """Record a validation batch in the same way; number 0 begins another validation."""
+        """Record the same for a validation batch. Number 0 begins another validation."""
         place = self.clock.steps, number
-        if self.allocator is not None and self._begun_validation != place:
-            self._begun_validation = place
-            size = partial(batch_bytes, batch, on_gpu=True)
-            self.allocator.begin_validation_batch(number, batch_shape(batch), size)
+        if self._gpu is None or self._begun_validation == place:
+            return
+        self._begun_validation, self.batch_shape = place, batch_shape(batch)
+        if number == 0:
+            self.validation_begins = Timeline(_MAX_POINTS, 1.0)
+            self._recorder.start("state")
+        elif number == _RECORDED_BATCHES:
+            self._recorder.stop()
+        if number <= _EARLY_STEPS or number % _EVERY_STEPS == 0:
+            self._read(self.validation_begins, number, batch)
+
+    def _read(self, timeline: Timeline, number: int, batch: Any) -> None:
+        reading = self.counted()
+        if reading is not None:
+            timeline.add(number, reading.allocated_bytes)
+            self.batch_bytes = batch_bytes(batch, on_gpu=True)
+
+    def counted(self) -> MemoryReading | None:
+        """Return the current counters of the allocator; ``None`` if they cannot be read."""
+        with contextlib.suppress(Exception):  # as in MemoryCounters, which reports it
+            return None if self._gpu is None else read_memory(self._gpu)
+        return None
+
+    def note_allocator_failure(self) -> None:
+        """Record a failure, in the allocating thread and without the allocator's lock."""
+        assert self._gpu is not None
+        self._count += 1
+        self.last = AllocatorFailure(self.clock.current.phase, torch.is_grad_enabled(), self.counted())
+        if self._count.bit_count() == 1:  # a program may catch one in every step
+            usual = self.usual()
+            blocks = (one for one in live_blocks(self._gpu) if one.stack and one.address not in usual)
+            self.last = self.last._replace(lines=by_line(blocks))
 
     @property
     def kills(self) -> int:
@@ -77,3 +162,20 @@ class Ending:
             self.outcome += f": {failure.what}"
         if failure is not None and hasattr(error, "add_note"):  # Python 3.11
             error.add_note(str(failure))
+
+    @property
+    def allocator_failures(self) -> int:
+        """The number of allocator failures on this rank after which training continued."""
+        has_ended = self.out_of_memory is not None and self.out_of_memory.message.source == "allocator"
+        return max(0, self._count - has_ended)
+
+
+_listening: WeakSet[Ending] = WeakSet()
+_is_attached = False
+
+
+def _allocator_failed(device: int, requested_bytes: int, total_bytes: int, free_bytes: int) -> None:
+    for ending in list(_listening):
+        if ending.run.gpu is not None and ending.run.gpu.index in (None, device):
+            with contextlib.suppress(Exception):  # an error here would replace torch's own
+                ending.note_allocator_failure()

@@ -27,11 +27,10 @@ from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.processes import INIT, process_stat
-from lightning_gpu_tools.runs.ending import Ending
+from lightning_gpu_tools.runs.ending import AllocatorFailure, Ending
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.selection.visibility import whole_or_instances
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.memory_failures import AllocatorFailure
 from lightning_gpu_tools.training.memory_holdings import count_holdings
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine, MemoryReading, RankMemory
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UNEXPLAINED, VALIDATION
@@ -73,21 +72,21 @@ def out_of_memory_facts(
     kills: int,
 ) -> OutOfMemory | None:
     """Return the facts about an out-of-memory error; ``None`` if the message has another meaning here."""
-    run, clock, failures, phase = ending.run, ending.clock, ending.allocator, UNEXPLAINED
+    run, clock, phase = ending.run, ending.clock, UNEXPLAINED
     counted: dict[str, Any] = {}
-    if failures is not None:
-        failure = failures.last if message.source == "allocator" else None
+    if run.gpu is not None:
+        failure = ending.last if message.source == "allocator" else None
         if failure is None:
-            failure = AllocatorFailure(UNEXPLAINED, None, _when_it_failed(failures.counted(), message))
+            failure = AllocatorFailure(UNEXPLAINED, None, _when_it_failed(ending.counted(), message))
         phase = failure.phase if clock.ran else UNEXPLAINED
         counted = {
             "reading": failure.reading,
             "grad_enabled": failure.grad_enabled,
-            "batch_shape": failures.batch_shape,
-            "batch_bytes": failures.batch_bytes,
+            "batch_shape": ending.batch_shape,
+            "batch_bytes": ending.batch_bytes,
             "usual_items": usual_items,
-            "begins": failures.begins.points(),
-            "validation_begins": failures.validation_begins.points(),
+            "begins": ending.begins.points(),
+            "validation_begins": ending.validation_begins.points(),
             "lines": failure.lines,
         }
     if phase == UNEXPLAINED:

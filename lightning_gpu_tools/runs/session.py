@@ -166,8 +166,8 @@ class Session:
                 self.background.add("Sampling quantities that may grow", recorder.poll_readings)
             recorder.lines.start()
             self._threads += recorder.lines, self.ranks.exchange
-            if memory is not None and self.ending.allocator is not None:
-                self.ending.allocator.usual = lambda: memory.usual
+            if memory is not None:
+                self.ending.usual = lambda: memory.usual
             if memory is not None and self.gpus is not None:
                 memory.when_read = self.gpus.note_memory
             if memory is not None and self._is_monitored:
@@ -214,8 +214,7 @@ class Session:
     def _enter(self, phase: sampler.Phase) -> None:
         if phase == "validation" and self.clock.running:
             self.clock.validations += 1
-        if self.ending.allocator is not None:
-            self.ending.allocator.enter(phase)
+        self.ending.enter(phase)
         if self.gpus is not None:
             self.gpus.enter(phase)
         if self.timer.memory is not None:

@@ -333,10 +333,9 @@ def _measured_step(
     run: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Wrap a function that runs a step, with as few calls as possible in a step that is not sampled."""
-    failures = ending.allocator
 
     def measured(*args: Any, **kwargs: Any) -> Any:
-        if failures is not None and clock.steps >= failures.next_step:
+        if clock.steps >= ending.next_step:
             clock.as_own_work(ending.begin_step, compat.batch_of_step(args))
         if clock.steps >= memory.next_step:
             memory.begin_step()

@@ -12,6 +12,16 @@ from typing import Any
 import torch
 
 from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.memory_blocks import (
+    MemoryRecorder,
+    blocks_at_peak,
+    by_line,
+    events_with_growth,
+    live_blocks,
+    peak_bytes,
+    recorded_events,
+    segments,
+)
 from lightning_gpu_tools.training.memory_holdings import (
     Training,
     count_gradients,
@@ -19,7 +29,6 @@ from lightning_gpu_tools.training.memory_holdings import (
     fixed_sizes_of,
     weights_of,
 )
-from lightning_gpu_tools.training.memory_lines import MemoryRecorder, by_line, live_blocks
 from lightning_gpu_tools.training.memory_readings import (
     MemoryHoldings,
     MemoryLine,
@@ -29,17 +38,6 @@ from lightning_gpu_tools.training.memory_readings import (
     RecordedSteps,
     Segment,
     StepMemory,
-)
-from lightning_gpu_tools.training.memory_trace import (
-    Allocated,
-    block_events,
-    blocks_at_peak,
-    gradient_sizes,
-    is_complete,
-    peak_bytes,
-    recorded_events,
-    segments,
-    sizes_in_16_bits,
 )
 from lightning_gpu_tools.training.step_clock import StepClock
 
@@ -254,23 +252,24 @@ class MemoryCounters:
     def _take_record(self) -> int:
         """End the record of this step, and return the bytes that it adds at its peak; 0 without a complete record."""
         is_replayed, is_begun, self._records_step = self._is_replayed(), self._records_step, False
-        events, moments = recorded_events(self._gpu) if is_begun else [], self._allocated()
+        events = recorded_events(self._gpu) if is_begun else []
         if is_begun:
             self._recorder.stop()
+        moments = {name: reading.allocations for name, reading in self._moments.items()}
+        begin, end = moments["begin"], moments["end"]
         has_graph = self._clock.replays > self._replays  # its memory was allocated when it was captured
-        if has_graph or not (is_begun and is_complete(events, moments)):
+        if has_graph or not is_begun or sum(event.size > 0 for event in events) != end - begin:
             self._is_recorded &= not is_replayed
             return 0
-        self._peak_lines = by_line(blocks_at_peak(events, moments))
+        after_forward = moments.get("after_forward", moments.get("before_backward", end))
+        # With manual optimization there may be several backwards, and not all work after the first is the optimizer's.
+        after_backward = moments.get("after_backward", end) if "after_forward" in moments else end
+        ends = after_forward - begin, after_backward - begin
+        self._peak_lines = by_line(blocks_at_peak(events, ends))
         if is_replayed:
-            weights, is_mixed = weights_of(self._training), "mixed" in (self._training.precision or "")
-            found = block_events(
-                events,
-                moments,
-                copies=sizes_in_16_bits(weights if is_mixed else ()),
-                gradients=gradient_sizes(weights),
-                fixed=fixed_sizes_of(self._gpu),
-            )
+            is_mixed = "mixed" in (self._training.precision or "")
+            fixed = fixed_sizes_of(self._gpu)
+            found = events_with_growth(events, ends, weights_of(self._training), is_mixed=is_mixed, fixed=fixed)
             step = RecordedStep(self._clock.steps, self._batch_shape or (), found)
             # Of the steps up to the optimizer's first, the first and the last.
             self._recorded[1 if self._first is None else len(self._recorded) :] = [step]
@@ -298,14 +297,6 @@ class MemoryCounters:
             interval = min(_MAX_INTERVAL, max(1, math.ceil(self._spent_s / _BUDGET_S)))
         self.next_step = step.step + self._random.randint(1, 2 * interval - 1)
         self.when_read()
-
-    def _allocated(self) -> Allocated:
-        moments = {name: reading.allocations for name, reading in self._moments.items()}
-        begin, end = moments["begin"], moments["end"]
-        before = moments.get("after_forward", moments.get("before_backward", end))
-        # With manual optimization there may be several backwards, and not all work after the first is the optimizer's.
-        after = moments.get("after_backward", end) if "after_forward" in moments else end
-        return Allocated(begin, before, after, end)
 
     def _has_optimized(self) -> bool:
         steps = self._training.optimizer_steps - self._optimizer_steps

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from lightning_gpu_tools.training.memory_lines import live_blocks
+from lightning_gpu_tools.training.memory_blocks import live_blocks
 from lightning_gpu_tools.training.memory_readings import MemoryHoldings
 
 # Attributes of DeepSpeed's optimizers (0.19: ZeRO 3; 1 and 2).

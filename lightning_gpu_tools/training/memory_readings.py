@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,12 +21,17 @@ class MemoryReading:
     allocations: int = 0  # number of tensors allocated so far
 
 
-class BlockEvent(NamedTuple):
-    """The allocation of a block in a step, or its release."""
+Stack = Sequence[Mapping[str, Any]]  # as torch records it, innermost frame first
+
+
+class Block(NamedTuple):
+    """A block of GPU memory that was allocated, or released."""
 
     address: int
-    size: int  # negative for a release
+    size: int  # as requested, in bytes; negative for a release
     grows: bool = False  # with the batch
+    phase: str = ""
+    stack: Stack = ()  # of its allocation; empty if it was not recorded, or no Python ran
 
 
 class Segment(NamedTuple):
@@ -41,7 +46,7 @@ class RecordedStep(NamedTuple):
 
     step: int
     batch_shape: tuple[int, ...]  # of the first tensor of its batch
-    events: tuple[BlockEvent, ...]
+    events: tuple[Block, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

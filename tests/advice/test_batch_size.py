@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.batch_size import NOT_RECORDED, bound_by_failure, largest_batch, split
-from lightning_gpu_tools.training.memory_readings import BlockEvent, RecordedStep, RecordedSteps, Segment
+from lightning_gpu_tools.training.memory_readings import Block, RecordedStep, RecordedSteps, Segment
 
 GIB, MIB = 2**30, 2**20
 WEIGHT, STATE, GRADIENT = 1, 2, 3
@@ -24,13 +24,13 @@ def recorded(batch_size: int = 8, sample_mib: int = 4, weights: int = 100 * MIB)
 
     def step(number: int, *, has_old: bool) -> RecordedStep:
         events = [
-            BlockEvent(OUTPUT, output, grows=True),
-            *([BlockEvent(GRADIENT, -weights)] if has_old else []),
-            BlockEvent(TEMPORARY, output, grows=True),
-            BlockEvent(TEMPORARY, -output),
-            BlockEvent(OUTPUT, -output),
-            BlockEvent(GRADIENT, weights),
-            *([] if has_old else [BlockEvent(STATE, weights)]),
+            Block(OUTPUT, output, grows=True),
+            *([Block(GRADIENT, -weights)] if has_old else []),
+            Block(TEMPORARY, output, grows=True),
+            Block(TEMPORARY, -output),
+            Block(OUTPUT, -output),
+            Block(GRADIENT, weights),
+            *([] if has_old else [Block(STATE, weights)]),
         ]
         return RecordedStep(number, (batch_size, 512), tuple(events))
 
@@ -75,10 +75,10 @@ def test_a_batch_takes_room_too() -> None:
 
 
 def test_a_batch_that_leaves_no_trace_has_no_limit() -> None:
-    step = RecordedStep(1, (8, 512), (BlockEvent(GRADIENT, MIB),))
+    step = RecordedStep(1, (8, 512), (Block(GRADIENT, MIB),))
     found = largest_batch(RecordedSteps(segments=(), steps=(step,)), GIB)
     assert (found.size, found.why_not) == (None, NOT_RECORDED)
-    tiny = RecordedStep(1, (8, 512), (BlockEvent(OUTPUT, 1, grows=True), BlockEvent(OUTPUT, -1)))
+    tiny = RecordedStep(1, (8, 512), (Block(OUTPUT, 1, grows=True), Block(OUTPUT, -1)))
     found = largest_batch(RecordedSteps(segments=(), steps=(tiny,)), 2**50)
     assert (found.size, found.why_not) == (None, "Memory does not limit the batch.")
 

@@ -19,7 +19,7 @@ from lightning_gpu_tools.advice.order import MEMORY_CAUSES
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage, is_out_of_memory, parse
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.memory_readings import (
-    BlockEvent,
+    Block,
     MemoryGrowth,
     MemoryLine,
     RecordedStep,
@@ -163,8 +163,8 @@ def test_a_first_step_that_fitted_is_no_proof() -> None:
     assert memory.first_step is not None
     assert memory.recorded is not None
     # Forward and backward take 15 GiB for these samples, and leave the gradients and the states.
-    batch = BlockEvent(10, 15 * GIB, grows=True), BlockEvent(10, -15 * GIB)
-    events = (*batch, BlockEvent(11, 2 * GIB), BlockEvent(12, 3 * GIB))
+    batch = Block(10, 15 * GIB, grows=True), Block(10, -15 * GIB)
+    events = (*batch, Block(11, 2 * GIB), Block(12, 3 * GIB))
     held = Segment(False, ((1, 2 * GIB, False),))
     recorded = RecordedSteps(segments=(held,), steps=(RecordedStep(1, (64, 512), events),))
     memory = dataclasses.replace(memory, last_step=memory.first_step, recorded=recorded)

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from lightning_gpu_tools.dry_run.peak import find_peak, moments_of, parts_at, phase_of
-from lightning_gpu_tools.training.memory_lines import Block
-from lightning_gpu_tools.training.memory_trace import Allocated, Event
+from lightning_gpu_tools.dry_run.peak import ends_of, find_peak, parts_at, phase_of
+from lightning_gpu_tools.training.memory_readings import Block
 
 
 def stack(*frames: tuple[str, str]) -> list[dict[str, Any]]:
@@ -46,14 +45,14 @@ def test_the_phase_of_an_allocation(frames: list[dict[str, Any]], phase: str) ->
 
 def test_the_parts_at_the_peak_of_a_step() -> None:
     forward = of_program(LINEAR, MODEL)
-    before = {1: Block(100, forward, "", 1), 2: Block(10, forward, "", 2), 3: Block(7, of_program(DDP), "", 3)}
+    before = {1: Block(1, 100, stack=forward), 2: Block(2, 10, stack=forward), 3: Block(3, 7, stack=of_program(DDP))}
     events = [
-        Event(True, 4, 50, forward),
-        Event(True, 5, 8, forward),  # a workspace, which stays
-        Event(False, 2, 10),
-        Event(True, 2, 200, ()),  # a gradient at the address of what was the batch
-        Event(False, 4, 50),
-        Event(True, 4, 20, of_program(ADAM)),
+        Block(4, 50, stack=forward),
+        Block(5, 8, stack=forward),  # a workspace, which stays
+        Block(2, -10),
+        Block(2, 200),  # a gradient at the address of what was the batch
+        Block(4, -50),
+        Block(4, 20, stack=of_program(ADAM)),
     ]
     peak = find_peak(before, events)
     assert (peak.size, peak.reached_by) == (365, peak.blocks[2])
@@ -66,5 +65,5 @@ def test_the_parts_at_the_peak_of_a_step() -> None:
         "workspaces": 8,
         "gradients": 200,
     }
-    assert moments_of(events) == Allocated(0, 2, 3, 4)
+    assert ends_of(events) == (2, 3)
     assert find_peak(before, ()).blocks == before

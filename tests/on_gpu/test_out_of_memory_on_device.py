@@ -28,7 +28,7 @@ from lightning_gpu_tools.advice.out_of_memory import SETUP, ModelSize
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.text import render_text
-from lightning_gpu_tools.training import memory_failures
+from lightning_gpu_tools.runs import ending
 
 pytestmark = pytest.mark.usefixtures("two_gib")
 
@@ -404,7 +404,7 @@ def test_validation_of_a_plain_loop_that_keeps_its_graph_is_told_from_steps(tmp_
     [
         (torch._C, "_cuda_attach_out_of_memory_observer", True),
         (torch.cuda.memory, "_record_memory_history", False),
-        (memory_failures.MemoryFailures, "note", False),
+        (ending.Ending, "note_allocator_failure", False),
     ],
 )
 def test_an_error_is_explained_without_functions_that_are_missing_or_fail(
@@ -413,7 +413,7 @@ def test_an_error_is_explained_without_functions_that_are_missing_or_fail(
     def fail(*args: Any, **options: Any) -> None:
         raise RuntimeError("cudaMallocAsync does not yet support this")
 
-    monkeypatch.setattr(memory_failures, "_is_attached", False)
+    monkeypatch.setattr(ending, "_is_attached", False)
     if is_gone:
         monkeypatch.delattr(owner, name)
     else:

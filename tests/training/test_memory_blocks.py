@@ -1,0 +1,143 @@
+"""Blocks of GPU memory: their lines, those at a step's peak, and those that grow with its batch."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpu_tools.training import memory_blocks
+from lightning_gpu_tools.training.memory_blocks import blocks_at_peak, by_line, events_with_growth, peak_bytes
+from lightning_gpu_tools.training.memory_holdings import workspace_sizes
+from lightning_gpu_tools.training.memory_readings import Block, MemoryLine
+
+PACKAGES = sysconfig.get_path("purelib")
+
+
+def frame(path: str, line: int, name: str) -> dict[str, object]:
+    return {"filename": path, "line": line, "name": name}
+
+
+LINEAR = frame(f"{PACKAGES}/torch/nn/functional.py", 1, "linear")
+FIT = frame(f"{PACKAGES}/lightning/pytorch/trainer/trainer.py", 2, "fit")
+OURS = frame(memory_blocks.__file__, 3, "called")
+NET = frame(os.path.join(os.getcwd(), "net.py"), 41, "forward")
+IN_A_LIST = frame(os.path.join(os.getcwd(), "net.py"), 57, "<listcomp>")
+SCRIPT = frame(os.path.join(os.getcwd(), "train.py"), 9, "<module>")
+
+
+def test_memory_adds_up_by_the_programs_innermost_line() -> None:
+    blocks = [
+        Block(0, 5, phase="forward", stack=[LINEAR, NET, FIT, SCRIPT]),
+        Block(1, 6, phase="forward", stack=[LINEAR, NET, OURS, FIT, SCRIPT]),
+        Block(2, 3, phase="forward", stack=[LINEAR, IN_A_LIST, NET, FIT, SCRIPT]),
+        Block(3, 4, phase="backward"),
+        Block(4, 1, phase="optimizer", stack=[LINEAR, FIT, SCRIPT]),
+    ]
+    assert by_line(blocks) == (
+        MemoryLine(11, 2, "forward", "net.py", 41, "forward"),
+        MemoryLine(4, 1, "backward"),
+        MemoryLine(3, 1, "forward", "net.py", 57, "forward"),
+        MemoryLine(1, 1, "optimizer"),  # torch's own lines are nobody's to change
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "mib"),
+    [("", (8, 9), {8.125}), ("", (9, 0), {8.125, 32}), (":4096:8", (8, 0), {32})],
+)
+def test_a_workspace_of_cublas_has_a_known_size(config: str, capability: tuple[int, int], mib: set[float]) -> None:
+    assert {size / 2**20 for size in workspace_sizes(config, capability)} == mib
+
+
+BLOCK = 512
+
+
+class Tensor(NamedTuple):
+    blocks: int
+    grows: bool
+    lives: int  # for how many more tensors; 0: it stays
+
+
+class Step(NamedTuple):
+    tensors: list[Tensor]
+    ends: tuple[int, int]
+
+
+forward = st.lists(st.builds(Tensor, st.integers(1, 50), st.just(True), st.integers(0, 12)), max_size=12)
+temporary = st.builds(Tensor, st.integers(1, 50), st.just(True), st.integers(1, 12))
+gradient = st.builds(Tensor, st.integers(1, 50), st.just(False), st.just(0))
+backward = st.lists(temporary | gradient, max_size=12)
+optimizer = st.lists(st.builds(Tensor, st.integers(1, 50), st.just(False), st.integers(0, 12)), max_size=6)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    parts = [draw(part) for part in (forward, backward, optimizer)]
+    in_forward, in_backward, _ = accumulate(map(len, parts))
+    return Step([*chain(*parts)], (in_forward, in_backward))
+
+
+def recorded(tensors: list[Tensor], times: int) -> list[Block]:
+    """Return the events of a step with a batch that is so many times as large, which frees at its end what it can."""
+    events: list[Block] = []
+    frees: dict[int, list[Block]] = {}
+    for i, tensor in enumerate(tensors):
+        size = tensor.blocks * BLOCK * (times if tensor.grows else 1)
+        events += frees.pop(i, [])
+        events.append(Block(i, size))
+        if tensor.lives:
+            frees.setdefault(i + tensor.lives, []).append(Block(i, -size))
+    return [*events, *(event for late in frees.values() for event in late)]
+
+
+@given(steps(), st.integers(1, 40))
+def test_a_step_at_one_size_tells_what_it_is_at_another(step: Step, times: int) -> None:
+    found = events_with_growth(recorded(step.tensors, 1), step.ends, (), is_mixed=False, fixed=())
+    scaled = [event.size * (times if event.grows else 1) for event in found if event.size > 0]
+    larger = recorded(step.tensors, times)
+    assert scaled == [event.size for event in larger if event.size > 0]
+    sizes = [*accumulate((event.size for event in larger), initial=0)]
+    assert peak_bytes(larger) == max(sizes)
+    # What is live at the peak is what was allocated up to then, each in its phase.
+    blocks = blocks_at_peak(larger, step.ends)
+    assert sum(block.size for block in blocks) == max(sizes)
+    for block in blocks:
+        phase = (
+            "forward" if block.address < step.ends[0] else "backward" if block.address < step.ends[1] else "optimizer"
+        )
+        assert block.phase == phase
+
+
+def test_what_was_there_before_a_step_is_not_at_its_peak() -> None:
+    events = [Block(7, -30), Block(1, 50), Block(2, 40), Block(2, -40)]
+    assert blocks_at_peak(events, (1, 2)) == [Block(1, 50, phase="forward"), Block(2, 40, phase="backward")]
+
+
+def test_copies_of_weights_do_not_grow_with_the_batch() -> None:
+    """Take one of two tensors with the size of a copy for the copy, and one in backward for its gradient."""
+    events = [Block(i, 1000) for i in range(4)] + [Block(i, -1000) for i in range(4)]
+    found = events_with_growth(events, (2, 4), [torch.empty(500)], is_mixed=True, fixed=())
+    assert [event.grows for event in found[:4]] == [False, True, False, True]
+
+
+def test_gradients_that_are_added_to_older_ones_do_not_grow() -> None:
+    """Two gradients of a size are made, and one of them stays, so that one more is a temporary block."""
+    events = [Block(i, 1000) for i in range(4)] + [Block(i, -1000) for i in range(3)]
+    weights = [torch.empty(250, requires_grad=True) for _ in range(2)]
+    found = events_with_growth(events, (0, 4), weights, is_mixed=False, fixed=())
+    assert [event.grows for event in found[:4]] == [False, True, True, False]
+    assert [event.size for event in found] == [1000] * 4 + [-1000] * 3
+
+
+def test_blocks_of_a_fixed_size_do_not_grow() -> None:
+    """Count only those that stay: an output of the same size does not."""
+    events = [Block(1, 1000), Block(2, 1001), Block(3, 1000), Block(3, -1000)]
+    found = events_with_growth(events, (3, 3), (), is_mixed=False, fixed={1000})
+    assert [event.grows for event in found[:3]] == [False, True, True]
