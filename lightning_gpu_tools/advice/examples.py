@@ -45,11 +45,8 @@ def a_block(
     return StepBlock(
         steps=steps,
         wall_s=steps * sum(phase_ms.values()) / 1e3,
-        data_loading_s=steps * phase_ms.get("data_loading", 0.0) / 1e3,
-        host_to_device_copy_s=steps * phase_ms.get("host_to_device_copy", 0.0) / 1e3,
         cpu_s=steps * cpu_ms / 1e3,
         data_loading_cpu_s=steps * load_cpu_ms / 1e3,
-        paused_s=steps * (phase_ms.get("validation", 0.0) + phase_ms.get("checkpoint", 0.0)) / 1e3,
         phase_s={phase: steps * value / 1e3 for phase, value in phase_ms.items()},
     )
 

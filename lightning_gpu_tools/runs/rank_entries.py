@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,12 +10,24 @@ from typing import Any
 from lightning_gpu_tools.advice.ranks import slowest_rank, usual_s, with_waits
 from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.runs.run import Run
-from lightning_gpu_tools.training.phases import BACKWARD, EPOCH_START, FORWARD, OPTIMIZER, is_outside_step
+from lightning_gpu_tools.training.phases import (
+    BACKWARD,
+    CAPTURED,
+    EPOCH_START,
+    FORWARD,
+    OPTIMIZER,
+    RANK_WAIT,
+    TRAINING_STEP,
+    base_phase,
+    is_backward,
+    is_outside_step,
+)
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import HeldContext, RankStep, SourceLine, StepBlock
 from lightning_gpu_tools.training.step_clock import StepClock
 
 _MIN_GPU_SAMPLES = 5  # our default: sampled steps of a GPU, to compare ranks
+_OUTSIDE = "outside"  # callbacks, loggers, checkpoints, and validation, without waits for other ranks
 _MAX_PARTS = 16  # our default: of a run, to show when a rank was slow
 
 
@@ -34,13 +47,15 @@ def own_step(run: Run, clock: StepClock, rank_waits: RankWaits) -> dict[str, Any
         for phase, seconds in clock.seconds.items()
         if is_outside_step(phase) or phase == EPOCH_START
     }
-    phase_s = {**{part: getattr(total, f"{part}_s") / total.steps for part in parts}, **outside_step_s, **gpu_s}
+    of_parts = _by_part(total.phase_s)
+    phase_s = {**{part: of_parts[part] / total.steps for part in parts}, **outside_step_s, **gpu_s}
     while len(blocks) > _MAX_PARTS:
         pairs = zip(blocks[::2], blocks[1::2], strict=False)  # an unpaired last block waits for the next
         blocks = [first + second for first, second in pairs]
 
     def own_s(block: StepBlock) -> float:
-        on_host_s: float = sum(getattr(block, f"{part}_s") for part in parts) + block.outside_step_s
+        of_parts = _by_part(block.phase_s)
+        on_host_s = sum(of_parts[part] for part in (*parts, _OUTSIDE))
         on_gpu_s = block.gpu_step_s / block.gpu_steps if gpu_s and block.gpu_steps else gpu_step_s
         return on_host_s / block.steps + on_gpu_s
 
@@ -49,9 +64,25 @@ def own_step(run: Run, clock: StepClock, rank_waits: RankWaits) -> dict[str, Any
         "phase_s": {phase: round(seconds, 9) for phase, seconds in phase_s.items()},
         "own_s_over_time": [round(own_s(block), 6) for block in blocks],
         "steps_over_time": blocks[0].steps,
-        "wait_s": None if run.gpus else total.rank_wait_s / total.steps,
+        "wait_s": None if run.gpus else of_parts[RANK_WAIT] / total.steps,
         "gpu": None if run.gpu is None else run.gpu.index,
     }
+
+
+def _by_part(phase_s: Mapping[str, float]) -> Counter[str]:
+    """Return the time by part of a step. Zeroing and clipping gradients belongs to the optimizer."""
+    found: Counter[str] = Counter()
+    for phase, seconds in phase_s.items():
+        if phase in (FORWARD, CAPTURED):
+            part = "forward"
+        elif is_backward(phase):
+            part = "backward"
+        elif phase.startswith(f"{TRAINING_STEP}/"):
+            part = "optimizer"
+        else:
+            part = _OUTSIDE if is_outside_step(phase) else base_phase(phase)
+        found[part] += seconds
+    return found
 
 
 def own_waits(run: Run, clock: StepClock, rank_waits: RankWaits) -> dict[str, Any]:
@@ -62,7 +93,7 @@ def own_waits(run: Run, clock: StepClock, rank_waits: RankWaits) -> dict[str, An
     total = sum(clock.blocks, StepBlock())
     return {
         "by_step": {} if idle is None else {str(step): round(s, 6) for step, s in idle.rank_wait_s.items()},
-        "of_host_s": total.rank_wait_s / max(1, total.steps),
+        "of_host_s": _by_part(total.phase_s)[RANK_WAIT] / max(1, total.steps),
         "step_s": total.wall_s / max(1, total.steps),
     }
 

@@ -22,6 +22,8 @@ ACTIVITIES = {"fit": "training", "validate": "validation", "test": "testing", "p
 DATA_LOADING, COPY = phases.DATA_LOADING, phases.HOST_TO_DEVICE_COPY
 TRAINING_STEP, VALIDATION = phases.TRAINING_STEP, phases.VALIDATION
 
+_PAUSED = (*phases.PAUSES, *map(phases.rank_wait_in, phases.PAUSES))
+
 # Our defaults.
 _MIN_SAMPLES = 5  # of a phase, to measure the GPU's idle time in it; with fewer, the whole phase counts as idle
 # The share of gaps between kernels in the time between events. Compared with torch.profiler on an H200, it was 3 to 6 %
@@ -38,27 +40,23 @@ class StepBlock:
 
     steps: int = 0
     wall_s: float = 0.0
-    data_loading_s: float = 0.0
     data_loading_cpu_s: float = 0.0  # of the training thread while it waits for data; near zero if workers load
     data_loading_core_wait_s: float = 0.0  # the part of core_wait_s while it waits for data
     cpu_s: float = 0.0  # of all threads of the training process outside that wait; 0 if not measured
-    host_to_device_copy_s: float = 0.0
-    # In the model's training_step; with manual optimization, without the next two; also in a loop's CUDA graph.
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    optimizer_s: float = 0.0  # including zeroing, scaling, and clipping gradients
-    paused_s: float = 0.0  # validation and checkpoints
-    rank_wait_s: float = 0.0  # including waits within pauses
     core_wait_s: float = 0.0  # the training thread was runnable but had no core; 0 if not measured
-    outside_step_s: float = 0.0  # callbacks, loggers, checkpoints, and validation, without waits for other ranks
     gpu_steps: int = 0  # steps timed on the GPU
     gpu_step_s: float = 0.0  # GPU time of those steps in forward, backward, and optimizer
     phase_s: Mapping[str, float] = field(default_factory=dict)  # all of the time, as in RunMeasurements
 
     @property
+    def data_loading_s(self) -> float:
+        """Time of waiting for data."""
+        return self.phase_s.get(DATA_LOADING, 0.0)
+
+    @property
     def step_s(self) -> float:
-        """Mean time of a step, without pauses."""
-        return (self.wall_s - self.paused_s) / self.steps
+        """Mean time of a step, without pauses and the waits for other ranks in them."""
+        return (self.wall_s - sum(self.phase_s.get(phase, 0.0) for phase in _PAUSED)) / self.steps
 
     def __add__(self, other: StepBlock) -> StepBlock:
         return _combined(operator.add, self, other)

@@ -19,24 +19,15 @@ import torch
 from lightning_gpu_tools.training.cores import ThreadWait
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.phases import (
-    CAPTURED,
     CHECKPOINT,
     DATA_LOADING,
     EPOCH_START,
-    FORWARD,
     GARBAGE_COLLECTION,
-    HOST_TO_DEVICE_COPY,
     MONITORING,
     OPTIMIZER,
     PAUSES,
-    RANK_WAIT,
-    TRAINING_STEP,
     UNEXPLAINED,
     VALIDATION,
-    base_phase,
-    is_backward,
-    is_outside_step,
-    rank_wait_in,
 )
 from lightning_gpu_tools.training.run_measurements import IdleTimes, StepBlock, WatchedSteps
 from lightning_gpu_tools.training.step_times import StepTimeRecord
@@ -48,7 +39,6 @@ WARM_UP_STEPS = 20
 # only at the end of a block.
 _STEPS_PER_BLOCK = 10
 _MAX_BLOCKS = 128
-_PAUSED = (*PAUSES, *map(rank_wait_in, PAUSES))
 
 _Function = Callable[..., Any]
 
@@ -322,26 +312,14 @@ class StepClock(Stopwatch):
             self._fetch_since_s = time.thread_time(), time.process_time(), self.core_wait_s
 
     def _totals(self, now_s: float) -> StepBlock:
-        seconds = self.seconds
-        parts_s = {phase: spent_s for phase, spent_s in seconds.items() if phase.startswith(f"{TRAINING_STEP}/")}
-        forward_s = parts_s.get(FORWARD, 0.0) + parts_s.get(CAPTURED, 0.0)
-        backward_s = sum(spent_s for phase, spent_s in parts_s.items() if is_backward(phase))
         return StepBlock(
             steps=self.steps,
             wall_s=now_s,
             cpu_s=time.process_time(),
-            data_loading_s=seconds.get(DATA_LOADING, 0.0),
-            host_to_device_copy_s=seconds.get(HOST_TO_DEVICE_COPY, 0.0),
-            forward_s=forward_s,
-            backward_s=backward_s,
-            optimizer_s=sum(parts_s.values()) - forward_s - backward_s,
-            paused_s=sum(seconds.get(phase, 0.0) for phase in _PAUSED),
             core_wait_s=self.core_wait_s,
-            rank_wait_s=sum(s for phase, s in seconds.items() if base_phase(phase) == RANK_WAIT),
-            outside_step_s=sum(s for phase, s in seconds.items() if is_outside_step(phase)),
             gpu_steps=0 if self._gpu is None else self._gpu.samples,
             gpu_step_s=0.0 if self._gpu is None else self._gpu.own_step_s,
-            phase_s=seconds,
+            phase_s=self.seconds,
         )
 
     def _close_block(self) -> None:
