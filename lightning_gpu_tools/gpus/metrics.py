@@ -44,7 +44,6 @@ class GpuSample:
     tensor_active_percent: float | None = None
     dram_active_percent: float | None = None
     processes: tuple[GpuProcess, ...] | None = None  # compute processes, without user and name
-    lists_processes: bool = False  # whether their memory was read for this sample, not for the previous one
     errors: tuple[str, ...] = ()  # Xid events of the GPU
     problems: tuple[str, ...] = ()  # failed reads; each is reported once until it works again
     refused: tuple[str, ...] = ()  # counters that the driver refuses, with the reason

@@ -86,7 +86,7 @@ class Sampler:
             for _ in range(2)
         )
         self._timelines = {uuid: GpuTimelines(_TIMELINE_POINTS, interval_s) for uuid in uuids}
-        self._latest_listed: dict[str, GpuSample] = {}
+        self._latest: dict[str, GpuSample] = {}
         self.refused: dict[str, None] = {}  # descriptions of counters that the driver refuses
         self._stopping = False
         lock = threading.Lock()  # guards everything that the threads collect
@@ -124,9 +124,9 @@ class Sampler:
         """Return the windows of a phase so far, by UUID, after one more poll if it ends within ``wait_s``."""
         return self._read(self._whole[phase], WindowBuilder.so_far, wait_s)
 
-    def latest_listed(self) -> dict[str, GpuSample]:
-        """Return the last sample of each GPU that includes the process list, by UUID."""
-        return self._collected(lambda: dict(self._latest_listed)) or {}
+    def latest(self) -> dict[str, GpuSample]:
+        """Return the last sample of each GPU, by UUID."""
+        return self._collected(lambda: dict(self._latest)) or {}
 
     def timelines(self, uuid: str) -> dict[str, Series]:
         """Return the timelines of a GPU over the whole run."""
@@ -203,8 +203,7 @@ class Sampler:
             for windows in (*self._recent.values(), *self._whole.values()):
                 windows[sample.uuid].add(sample)
             self._timelines[sample.uuid].add(sample)
-            if sample.lists_processes:
-                self._latest_listed[sample.uuid] = sample
+            self._latest[sample.uuid] = sample
             self.refused = {**self.refused, **dict.fromkeys(sample.refused)}  # a new one: it is read without the lock
             poller.done += 1
             poller.busy_since_s = None

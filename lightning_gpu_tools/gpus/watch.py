@@ -63,13 +63,13 @@ class GpuWatch(Sampler):
 
     def lost_clock_percent(self) -> float | None:
         """Return the largest loss of clock rate to heat and power, in percent of the highest; ``None`` if unknown."""
-        samples = [one for uuid, one in self.latest_listed().items() if uuid in self._trained_on]
+        samples = [one for uuid, one in self.latest().items() if uuid in self._trained_on]
         lost = (100.0 - (one.held_clock_percent or 100.0) for one in samples if one.throttled_s is not None)
         return max(lost, default=None)
 
     def note_memory(self) -> None:
         """Record the memory use of the last samples, because torch's counters were read at this moment."""
-        self._noted = self.latest_listed()
+        self._noted = self.latest()
 
     def noted_memory(self) -> list[GpuSample]:
         """Return the last recorded samples of the GPUs that train the model, with their processes' owners and names."""

@@ -216,7 +216,7 @@ def test_what_heat_takes_of_the_clock_is_that_of_the_slowest_gpu_that_trains(clo
     clock.gpus = [cool, hot, other]
     with watching(clock, trained_on=2) as watch:
         found = []
-        for _ in range(6):  # processes are listed in turn with something else
+        for _ in range(6):
             clock.advance(1)
             watch.whole(wait_s=TIMEOUT_S)
             found.append(watch.lost_clock_percent())

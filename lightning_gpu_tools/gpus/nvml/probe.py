@@ -96,7 +96,7 @@ _NAMED = {
 
 
 class GpuProbe:
-    """A repeated reader of one GPU or MIG instance, for one thread, with at most 13 NVML calls per read.
+    """A repeated reader of one GPU or MIG instance, for one thread, with at most 14 NVML calls per read.
 
     The constructor raises ``NvmlUnavailableError`` without a usable NVIDIA driver; a read never raises. Metrics that
     this hardware, driver, or user never gets are tried once. ``GpuSample.refused`` lists those that the driver refuses,
@@ -123,8 +123,6 @@ class GpuProbe:
         self._pcie_by_gpm: bool | None = None  # None: not decided yet
         self._power_limits: list[float | None] = [None, None]
         self._driver_memory_bytes: int | None = None
-        self._processes: tuple[GpuProcess, ...] | None = None
-        self._processes_by_utilization = False
         self._last_process_us = 0
         self._held_s: float | None = None
         self._pid = os.getpid()
@@ -171,7 +169,6 @@ class GpuProbe:
             sm_occupancy_percent=metrics.get(_gpm.OCCUPANCY),
             tensor_active_percent=metrics.get(_gpm.TENSOR),
             dram_active_percent=metrics.get(_gpm.DRAM),
-            lists_processes=not self._is_utilizations_turn,
             processes=self._read_processes(),
             errors=tuple(errors),
             problems=tuple(self._problems),
@@ -284,28 +281,15 @@ class GpuProbe:
         self._pcie_is_wide |= max(sent, received) >= _32_BITS
         return (int(sent), int(received)) if self._pcie_is_wide else (None, None)
 
-    @property
-    def _is_utilizations_turn(self) -> bool:
-        return self._processes_by_utilization and bool(self._processes) and "process utilization" not in self._absent
-
     def _read_processes(self) -> tuple[GpuProcess, ...] | None:
-        """Return the processes. Their memory and their utilization are read alternately, to save calls."""
-        if self._handle is None:
-            return None
-        before = self._processes or ()
-        if self._is_utilizations_turn:
-            answer = self._ask("process utilization", process_utilization, self._last_process_us)
-            if answer is not None:
-                percents, self._last_process_us = answer
-                # A process without a sample did not use the GPU.
-                self._processes = tuple(one._replace(utilization_percent=percents.get(one.pid, 0.0)) for one in before)
-        else:
-            listed = self._ask("processes", pynvml.nvmlDeviceGetComputeRunningProcesses_v3)
-            busy = {one.pid: one.utilization_percent for one in before}
-            found = (
-                GpuProcess(pid=one.pid, memory_used_bytes=one.usedGpuMemory, utilization_percent=busy.get(one.pid))
-                for one in listed or ()
-            )
-            self._processes = None if listed is None else tuple(found)
-        self._processes_by_utilization = not self._processes_by_utilization
-        return self._processes
+        """Return the processes with their memory, and their utilization since the last read."""
+        listed = self._ask("processes", pynvml.nvmlDeviceGetComputeRunningProcesses_v3)
+        answer = self._ask("process utilization", process_utilization, self._last_process_us) if listed else None
+        percents, self._last_process_us = answer or ({}, self._last_process_us)
+        # A process without a sample did not use the GPU.
+        unused = None if answer is None else 0.0
+        found = (
+            GpuProcess(one.pid, one.usedGpuMemory, utilization_percent=percents.get(one.pid, unused))
+            for one in listed or ()
+        )
+        return None if listed is None else tuple(found)
