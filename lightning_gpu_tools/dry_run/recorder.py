@@ -243,7 +243,8 @@ class Recorder:
             requested_bytes=self._requested_bytes,
             has_validated=self._has_validated,
             compiles=self._compiles,
-            masks=_masks() > 0,
+            # The number of masks whose elements the simulated GPUs have counted.
+            masks=ctypes.c_long.in_dll(ctypes.CDLL(None), "simulated_cuda_masks").value > 0,
             generates=self._generates,
         )
         if not self._gpus or outcome == "running":
@@ -379,11 +380,6 @@ def _in_words(error: BaseException) -> str:
 
 def _uses_cuda() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _masks() -> int:
-    """Return the number of masks whose elements the simulated GPUs have counted."""
-    return int(ctypes.c_long.in_dll(ctypes.CDLL(None), "simulated_cuda_masks").value)
 
 
 def _torch_folder() -> str:

@@ -148,9 +148,11 @@ def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -
     if (code or error) and (failed.failures or "out of memory" in error):
         return Judgment("does_not_fit", failed)
     if code or error:
-        return _unknown_because(
-            f"The command ended with {error or _ending(code)} {_after(fullest.steps)}. {_remedy(error)}"
-        )
+        remedy, too_few = "A real GPU may give the same.", _TOO_FEW_GPUS.search(error)
+        if too_few is not None:
+            count = 2 if too_few[1] is None else int(too_few[1]) + 1
+            remedy = f"Simulate as many GPUs as the command uses: add -n {count} to dry-run."
+        return _unknown_because(f"The command ended with {error or _ending(code)} {_after(fullest.steps)}. {remedy}")
     if not any(one.uses_gpu for one in records):
         return _unknown_because("The command did not use a GPU.")
     return Judgment("fits", max((one for one in records if one.uses_gpu), key=lambda one: one.peak_reserved_bytes))
@@ -164,14 +166,6 @@ def _ending(code: int) -> str:
     if code == -9:
         return "SIGKILL, probably because this machine ran out of host memory"
     return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _remedy(error: str) -> str:
-    """Return what to do about an error, if it is for lack of GPUs."""
-    if (found := _TOO_FEW_GPUS.search(error)) is None:
-        return "A real GPU may give the same."
-    count = 2 if found[1] is None else int(found[1]) + 1
-    return f"Simulate as many GPUs as the command uses: add -n {count} to dry-run."
 
 
 def _after(steps: int) -> str:

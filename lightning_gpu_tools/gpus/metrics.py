@@ -113,12 +113,11 @@ class GpuWindow:
     problems: tuple[str, ...] = ()
 
 
-def _metric(field: str, source: str, reduction: Reduction, logged: str, name: str) -> Metric:
-    return Metric(field, source or field, reduction, (name or field) if logged else None, logged)
-
-
 METRICS = tuple(
-    _metric(field.name, *field.metadata["metric"]) for field in dataclasses.fields(GpuWindow) if field.metadata
+    Metric(field.name, source or field.name, reduction, (name or field.name) if logged else None, logged)
+    for field in dataclasses.fields(GpuWindow)
+    if field.metadata
+    for source, reduction, logged, name in [field.metadata["metric"]]
 )
 _SHARES = {
     "own_memory_bytes": "used by this job",

@@ -24,7 +24,6 @@ from lightning_gpu_tools.advice.out_of_memory import (
 )
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
-from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.processes import INIT, process_stat
 from lightning_gpu_tools.runs.ending import AllocatorFailure, Ending
@@ -168,13 +167,9 @@ def _with_gpus(found: OutOfMemory, watch: GpuWatch | None, job_pids: frozenset[i
         return found
     windows = watch.trained_on()
     busy = {one.pid for window in windows for one in window.processes or () if one.utilization_percent}
-    return replace(found, orphans=_orphans(found.gpu, job_pids | busy))
-
-
-def _orphans(gpu: GpuReading | None, others: frozenset[int]) -> tuple[int, ...]:
-    """Return the processes on a GPU whose parent has ended, except ``others``."""
-    pids = [one.pid for one in (gpu.processes if gpu is not None else None) or () if one.pid not in others]
-    return tuple(pid for pid in pids if (stat := process_stat(pid)) is not None and stat.parent == INIT)
+    stats = {one.pid: process_stat(one.pid) for one in listed if one.pid not in job_pids | busy}
+    orphans = tuple(pid for pid, stat in stats.items() if stat is not None and stat.parent == INIT)
+    return replace(found, orphans=orphans)
 
 
 def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelSize:
@@ -188,13 +183,13 @@ def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelS
         parameters_bytes=held.parameters_bytes + held.buffers_bytes,
         gradients_bytes=max(held.gradients_bytes, trained_bytes),
         optimizer_bytes=max(held.optimizer_bytes, copies * trained_bytes),
-        fusible=tuple(type(one).__name__ for one in run.optimizers if _is_fusible(one)),
+        # Those that would benefit much from their fused kernel, unlike SGD.
+        fusible=tuple(
+            type(one).__name__
+            for one in run.optimizers
+            if isinstance(one, (torch.optim.Adam, torch.optim.AdamW)) and not one.defaults["fused"]
+        ),
     )
-
-
-def _is_fusible(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer would benefit much from its fused kernel, unlike SGD."""
-    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not optimizer.defaults["fused"]
 
 
 def copies_per_weight(optimizers: Iterable[torch.optim.Optimizer]) -> int:

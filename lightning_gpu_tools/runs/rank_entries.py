@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,9 +69,9 @@ def own_step(run: Run, clock: StepClock, rank_waits: RankWaits) -> dict[str, Any
     }
 
 
-def _by_part(phase_s: Mapping[str, float]) -> Counter[str]:
+def _by_part(phase_s: Mapping[str, float]) -> defaultdict[str, float]:
     """Return the time by part of a step. Zeroing and clipping gradients belongs to the optimizer."""
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for phase, seconds in phase_s.items():
         if phase in (FORWARD, CAPTURED):
             part = "forward"

@@ -116,13 +116,11 @@ class Ranks:
         """Publish one last time, and on rank 0 wait for the others; return sentences about missing facts."""
         self.publish(at_end=True)
         late = self.exchange.finish(timeout_s)
-        missing = []
-        if late and timeout_s:
-            missing.append(
-                f"{_ranks(late)} did not report within {timeout_s:.0f} s after the end. The report has only their "
-                "earlier data."
-            )
-        return missing
+        if not late or not timeout_s:
+            return []
+        ranks = f"Rank{'s' * (len(late) > 1)} {number_ranges(late)}"
+        end = "after the end. The report has only their earlier data."
+        return [f"{ranks} did not report within {timeout_s:.0f} s {end}"]
 
     def _receive(self, entries: Sequence[Entry]) -> None:
         """Process the entries of the ranks: on rank 0, in the thread of the exchange."""
@@ -161,7 +159,3 @@ class Ranks:
     def are_missing(self, measured: RunMeasurements) -> bool:
         """Return whether it is too early to judge, because rank 0 lacks the speed of other ranks."""
         return self._place.rank == 0 and self.exchange.ranks > max(1, len(measured.ranks))
-
-
-def _ranks(numbers: list[int]) -> str:
-    return f"Rank{'s' * (len(numbers) > 1)} {number_ranges(numbers)}"

@@ -168,12 +168,8 @@ class RunRecorder:
         if self._clock.steps >= self._next_poll and self._clock.since_s >= self._next_poll_s:
             self._next_poll = self._clock.steps + _POLL_EVERY_STEPS
             self._next_poll_s = self._clock.since_s + _POLL_EVERY_S
-            self.facts.read("the loader's workers", self._poll_workers, None)
+            self.facts.read("the loader's workers", partial(self._workers.poll, self._clock.steps), None)
             self._follow_loader()
-
-    def _poll_workers(self) -> None:
-        self._workers.before_fetch()
-        self._workers.poll(self._clock.steps)
 
     def poll_worker_threads(self) -> float:
         """Poll the threads of the loader's workers, and return the seconds until the next poll."""
@@ -311,7 +307,9 @@ class RunRecorder:
             checkpoint_storage=self._checkpoint_storage,
             cores=read("the use of the cores", partial(self._core_facts, now), None),
             gpu=mean_window(windows) if self._on_gpu else None,
-            compute_capability=read("the GPU's properties", lambda: _compute_capability(run.device), None),
+            compute_capability=read("the GPU's properties", partial(torch.cuda.get_device_capability, run.device), None)
+            if run.device.type == "cuda"
+            else None,
             gpu_idle=read("the GPU's idle time", clock.gpu_idle, None),
             memory=None if memory is None else read("the GPU's memory", memory.facts, None),
             watched=clock.watched_steps(),
@@ -406,7 +404,3 @@ def _utilization(windows: Sequence[GpuWindow]) -> float | None:
     observed = [one for one in windows if one.utilization_percent_mean is not None]
     percents = [one.utilization_percent_mean or 0.0 for one in observed]
     return weighted_mean(percents, [one.utilization_observed_s for one in observed])
-
-
-def _compute_capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

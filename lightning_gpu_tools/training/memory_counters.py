@@ -282,7 +282,9 @@ class MemoryCounters:
             step=self._clock.steps, batch_shape=self._batch_shape, added_bytes=added_bytes, **self._moments
         )
         self._last = step
-        if self._holdings is None and self._has_optimized():
+        optimized = self._training.optimizer_steps - self._optimizer_steps
+        has_state = any(one.state for one in self._training.optimizers)
+        if self._holdings is None and optimized >= (1 if has_state else _MAX_SKIPPED_STEPS):
             self._first = step
             held = count_holdings(self._training, self._batch)
             gradients_bytes = max(held.gradients_bytes, self._gradients_bytes)
@@ -297,10 +299,6 @@ class MemoryCounters:
             interval = min(_MAX_INTERVAL, max(1, math.ceil(self._spent_s / _BUDGET_S)))
         self.next_step = step.step + self._random.randint(1, 2 * interval - 1)
         self.when_read()
-
-    def _has_optimized(self) -> bool:
-        steps = self._training.optimizer_steps - self._optimizer_steps
-        return steps >= (1 if any(one.state for one in self._training.optimizers) else _MAX_SKIPPED_STEPS)
 
     @property
     def kept_bytes(self) -> int | None:

@@ -61,7 +61,10 @@ def count_holdings(training: Training, batch: Set[int] = frozenset()) -> MemoryH
     module, optimizers, weights = training.module, training.optimizers, weights_of(training)
     of_gradients: set[int] = set()
     gradients_bytes = count_gradients(training, of_gradients)
-    sends_copies = training.is_plain_ddp and not any(map(_is_part, _gradients(weights)))
+    # With DDP's gradient_as_bucket_view=True, a gradient is a view of larger storage.
+    are_views = any(
+        one.layout is torch.strided and one.untyped_storage().nbytes() > one.nbytes for one in _gradients(weights)
+    )
     seen: set[int] = set()
 
     def size(*objects: object) -> int:
@@ -71,26 +74,21 @@ def count_holdings(training: Training, batch: Set[int] = frozenset()) -> MemoryH
         parameters_bytes=size(weights, [getattr(weight, "ds_tensor", None) for weight in weights]),
         gradients_bytes=gradients_bytes,
         gradients_kept_bytes=gradients_bytes,
-        gradient_buckets_bytes=gradients_bytes if sends_copies else 0,
+        gradient_buckets_bytes=gradients_bytes if training.is_plain_ddp and not are_views else 0,
         optimizer_bytes=size([[*one.state.values()] for one in optimizers], _attributes(optimizers, _MASTER_WEIGHTS)),
         buffers_bytes=0 if module is None else size([*module.buffers()]),
     )
-    return replace(held, workspaces_bytes=_workspaces(training, seen | of_gradients | batch))
+    # cuBLAS' workspaces: tensors of exactly their size that are nothing else.
+    others, blocks = seen | of_gradients | batch, [] if training.gpu is None else live_blocks(training.gpu)
+    sizes = workspace_sizes_of(training.gpu) if blocks else ()
+    workspaces = (one.size for one in blocks if one.size in sizes and one.address not in others)
+    return replace(held, workspaces_bytes=sum(workspaces))
 
 
 def count_gradients(training: Training, seen: set[int] | None = None) -> int:
     """Return the size of the current gradients in bytes, and add their addresses to ``seen``."""
     gradients = [_gradients(weights_of(training)), _attributes(training.optimizers, _GRADIENTS)]
     return _size(gradients, training.device, set() if seen is None else seen)
-
-
-def _workspaces(training: Training, others: set[int]) -> int:
-    """Return the size of cuBLAS' workspaces: tensors of exactly their size that are none of the ``others``."""
-    blocks = [] if training.gpu is None else live_blocks(training.gpu)
-    if not blocks:
-        return 0
-    sizes = workspace_sizes_of(training.gpu)
-    return sum(one.size for one in blocks if one.size in sizes and one.address not in others)
 
 
 def workspace_sizes_of(gpu: torch.device | None) -> set[int]:
@@ -130,11 +128,6 @@ def _gradients(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def _attributes(optimizers: Iterable[object], names: Iterable[str]) -> list[object]:
     return [getattr(optimizer, name, None) for optimizer in optimizers for name in names]
-
-
-def _is_part(gradient: torch.Tensor) -> bool:
-    """Return whether a gradient is a view of larger storage, as with DDP's ``gradient_as_bucket_view=True``."""
-    return gradient.layout is torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 def _size(objects: object, device: torch.device, seen: set[int]) -> int:

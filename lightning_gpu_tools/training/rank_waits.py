@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -80,7 +80,9 @@ class RankWaits:
             node = getattr(loss, "grad_fn", None)
             hook = None if node is None else node.register_prehook(self._begins)
             try:
-                with self._in_buckets():
+                if self.gpu is None:
+                    return backward(loss, *args, **kwargs)
+                with self._buckets.around_backward(is_sampled=self.gpu.sample is not None):
                     return backward(loss, *args, **kwargs)
             finally:
                 if hook is not None:
@@ -97,10 +99,6 @@ class RankWaits:
     def waited_within(self, phase: str) -> bool:
         """Return whether this phase waited for collectives, even if that took the host no time, as on a GPU."""
         return any(account.phase == phase for account in self._accounts)
-
-    def _in_buckets(self) -> AbstractContextManager[None]:
-        gpu = self.gpu
-        return nullcontext() if gpu is None else self._buckets.around_backward(is_sampled=gpu.sample is not None)
 
     def _enter(self, phase: str) -> None:
         if self.gpu is not None:

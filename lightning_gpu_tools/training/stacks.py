@@ -153,12 +153,6 @@ def stack_in_fit(frames: list[FrameType]) -> tuple[Frame, ...]:
     return stack
 
 
-def _catches_signal(pid: int) -> bool:
-    """Return whether a process handles the signal, which would otherwise end it."""
-    caught = re.search(r"^SigCgt:\s*(\w+)", read_proc(pid, "status"), re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
-
-
 class ForkedStacks:
     """A way to get the stacks of processes that are forked from now on, even while they run C code.
 
@@ -174,7 +168,9 @@ class ForkedStacks:
 
     def ask(self, pid: int) -> tuple[Frame, ...]:
         """Request and return the stack of a process, innermost call last; empty without an answer."""
-        if self._file < 0 or not _catches_signal(pid):
+        # A process that does not handle the signal would be ended by it.
+        caught = re.search(r"^SigCgt:\s*(\w+)", read_proc(pid, "status"), re.MULTILINE)
+        if self._file < 0 or caught is None or not int(caught[1], 16) >> (_SIGNAL - 1) & 1:
             return ()
         before = os.fstat(self._file).st_size
         try:

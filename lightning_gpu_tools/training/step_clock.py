@@ -299,7 +299,11 @@ class StepClock(Stopwatch):
             )
             self._sum_from = None
             if self._open.steps >= self._steps_per_block:
-                self._close_block()
+                self.blocks.append(self._open)
+                self._open = StepBlock()
+                if len(self.blocks) == _MAX_BLOCKS:
+                    self.blocks = [a + b for a, b in zip(self.blocks[::2], self.blocks[1::2], strict=True)]
+                    self._steps_per_block *= 2
         if self._first_of_epoch:
             self._first_of_epoch = False
             self.current = self._epoch_start
@@ -321,10 +325,3 @@ class StepClock(Stopwatch):
             gpu_step_s=0.0 if self._gpu is None else self._gpu.own_step_s,
             phase_s=self.seconds,
         )
-
-    def _close_block(self) -> None:
-        self.blocks.append(self._open)
-        self._open = StepBlock()
-        if len(self.blocks) == _MAX_BLOCKS:
-            self.blocks = [a + b for a, b in zip(self.blocks[::2], self.blocks[1::2], strict=True)]
-            self._steps_per_block *= 2

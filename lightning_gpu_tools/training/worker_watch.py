@@ -52,15 +52,12 @@ class WorkerWatch:
             self._long_waits += 1
             self._ready_share += ready_share
 
-    def before_fetch(self) -> None:
-        """Count whether a batch is ready for the next step."""
+    def poll(self, steps: int) -> None:
+        """Count whether a batch is ready, and at most once a second sample the workers in 50 µs each."""
         ready = compat.is_batch_ready(self._iterator())
         if ready is not None:
             self._ready_polls += 1
             self._ready += ready
-
-    def poll(self, steps: int) -> None:
-        """Sample the workers, at most once a second. Takes about 50 µs per worker."""
         now_s = monotonic()
         if now_s < self._due_s:
             return

@@ -33,7 +33,6 @@ class WaitFor(Callback):
     ("owner", "name", "what"),
     [
         (ReportFile, "save", "Writing the report while training runs"),
-        (RunRecorder, "read_host", "Writing the report while training runs"),
         (MemoryHistory, "poll", "Sampling the memory"),
     ],
 )
@@ -61,15 +60,6 @@ def test_a_fault_in_the_thread_is_warned_about_once(
     assert [str(one.message) for one in warned].count(message) == 1
     assert load_report(tmp_path).outcome == "completed"
     assert background_threads() == []
-
-
-def test_workers_are_forked_while_the_thread_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_report, "FIRST_WRITE_S", 0.0)
-    monkeypatch.setattr(run_report, "WRITE_EVERY_S", 0.0)
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()], max_epochs=10)
-    trainer.fit(Model(), loader(Samples(8), num_workers=2))
-    assert trainer.global_step == 80
-    assert load_report(tmp_path).outcome == "completed"
 
 
 def test_a_monitor_that_gives_up_leaves_no_report_of_a_running_fit(

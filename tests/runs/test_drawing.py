@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -80,24 +79,15 @@ def test_the_next_fit_does_not_wait_for_the_picture(tmp_path: Path, monkeypatch:
     assert names(tmp_path / "one") == [DATA, "gpu_report.previous.json"]
 
 
-@pytest.mark.parametrize(
-    ("code", "says"), [("1 / 0", "ZeroDivisionError: division by zero"), ("import os; os.abort()", "it was killed")]
-)
 def test_why_a_picture_could_not_be_drawn_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: str, says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    instead_of("matplotlib", code, tmp_path, monkeypatch)
+    instead_of("matplotlib", "1 / 0", tmp_path, monkeypatch)
     publish(REPORT, ReportFile(tmp_path / "run"))
     drawing.wait()
     assert names(tmp_path / "run") == [DATA]
-    assert f"The picture of the report could not be drawn: {says}" in capsys.readouterr().out
-
-
-def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    publish(REPORT, ReportFile(tmp_path))
-    (tmp_path / PICTURE).mkdir()
-    drawing.wait()
-    assert "The picture of the report could not be drawn: IsADirectoryError" in capsys.readouterr().out
+    says = "The picture of the report could not be drawn: ZeroDivisionError: division by zero"
+    assert says in capsys.readouterr().out
 
 
 def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,25 +99,22 @@ def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path, capsys: pyte
 
 
 PUBLISH = """
-import os, signal, sys
+import sys
 sys.path.insert(0, sys.argv[1])
 from sample_report import REPORT
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs.run_report import publish
 publish(REPORT, ReportFile(sys.argv[2]))
-if sys.argv[3] == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize(("end", "code", "left"), [("exits", 0, FILES), ("killed", -signal.SIGKILL, [DATA])])
-def test_a_picture_is_not_lost_when_the_program_ends_and_never_half(
-    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, end: str, code: int, left: list[str]
+def test_a_picture_is_not_lost_when_the_program_ends(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     scratch, folder = tmp_path / "scratch", tmp_path / "run"
     scratch.mkdir()
-    child = run_python("-c", PUBLISH, str(Path(__file__).parents[1]), str(folder), end, env={"TMPDIR": str(scratch)})
-    assert (child.returncode, names(folder)) == (code, left), child.stderr
+    child = run_python("-c", PUBLISH, str(Path(__file__).parents[1]), str(folder), env={"TMPDIR": str(scratch)})
+    assert (child.returncode, names(folder)) == (0, FILES), child.stderr
     deadline_s = time.monotonic() + 60
     while os.listdir(scratch):  # the process that draws ends a little later
         assert time.monotonic() < deadline_s

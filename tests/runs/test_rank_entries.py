@@ -12,7 +12,6 @@ from hypothesis import given
 from lightning_gpu_tools.runs.rank_entries import Received, received
 
 LINE = {"phase": "training_step/forward", "file": "train.py", "line": 7, "function": "training_step", "samples": 40}
-CONTEXT = {"node": 0, "pid": 7, "gpu": 1, "uuid": "GPU-1", "is_own": True}
 
 
 def entry(rank: int, own_step_s: float = 0.1, **facts: Any) -> dict[str, Any]:
@@ -45,13 +44,3 @@ def test_of_any_ranks_at_most_the_slowest_has_its_lines(own_steps_s: list[float]
 def test_a_rank_that_is_clearly_slower_has_its_lines() -> None:
     ranks = received([entry(0), entry(1, 0.2), entry(2)], 0).ranks
     assert [[line.line for line in one.lines] for one in ranks] == [[], [7], []]
-
-
-def test_contexts_of_others_and_known_batch_sizes() -> None:
-    entries = [
-        entry(rank, contexts=[{**CONTEXT, "rank": rank}], largest_batch_size=size)
-        for rank, size in [(0, None), (1, 96)]
-    ]
-    facts = received(entries, own_rank=0)
-    assert [one.rank for one in facts.others_contexts] == [1]
-    assert facts.batch_sizes == (96,)

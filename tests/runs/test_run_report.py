@@ -51,11 +51,6 @@ def test_new_settings_of_the_loader_begin_another_warm_up(tmp_path: Path, monkey
     assert load_report(tmp_path).warm_up_steps - 60 in (2 * 32, 2 * 32 + 1)
 
 
-class Closed(io.StringIO):
-    def write(self, text: str) -> int:
-        raise RecursionError("as in a notebook under Rich")
-
-
 class PrintsUnfinishedLines(io.StringIO):
     """Rich's stand-in for the stdout of a notebook: it prints an unfinished line by printing it once more."""
 
@@ -63,16 +58,6 @@ class PrintsUnfinishedLines(io.StringIO):
         if not text.endswith("\n"):
             raise RecursionError
         return super().write(text)
-
-
-@pytest.mark.parametrize("stdout", [Closed(), None], ids=["broken", "none"])
-def test_a_terminal_that_cannot_print_costs_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdout: io.StringIO | None
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", stdout)
-        train(tmp_path)
-    assert load_report(tmp_path).steps == 3
 
 
 def test_the_report_is_printed_in_writes_of_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -15,10 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from lightning.pytorch import Trainer
 from rank_processes import start_ranks
-from torch.torch_version import TorchVersion
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
 from lightning_gpu_tools.advice.stalls import Stall
@@ -197,23 +194,6 @@ def test_a_training_that_goes_on_says_so(tmp_path: Path) -> None:
     assert stall.is_over
     assert stall.lasted_s >= 0.3
     assert stalls()[1:] == [f"Training continued after {format_duration(stall.lasted_s)}."]
-
-
-def test_the_monitor_asks_an_older_torch_for_its_record_unless_it_watches_no_stalls(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-    for name in names:
-        monkeypatch.setenv(name, "")  # restored later
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.8.0"))
-    GPUUtilizationMonitor(stall_after_s=None)
-    with monkeypatch.context() as disabled:
-        disabled.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
-        GPUUtilizationMonitor()
-    assert not any(name in os.environ for name in names)
-    GPUUtilizationMonitor()
-    assert [os.environ[name] for name in names if name in os.environ] == ["2000"]
 
 
 @pytest.mark.parametrize("stall_after_s", [0, -1.0, "never"])

@@ -12,22 +12,6 @@ from types import ModuleType
 VARIABLE = "LIGHTNING_GPU_TOOLS_DRY_RUN"  # the folder of the dry run
 
 
-def _run_users_sitecustomize() -> None:
-    here = os.path.dirname(os.path.abspath(__file__))
-    others = [entry for entry in sys.path if os.path.abspath(entry) != here]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-def _record_once_torch_is_imported() -> None:
-    if importlib.util.find_spec("lightning_gpu_tools") is None:  # the command has another Python environment
-        sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
-    from lightning_gpu_tools.trainer.import_hooks import when_imported
-
-    when_imported("", _record, ("torch",))
-
-
 def _record(torch: ModuleType) -> None:
     from lightning_gpu_tools.dry_run.recorder import Recorder
 
@@ -35,5 +19,12 @@ def _record(torch: ModuleType) -> None:
 
 
 if os.environ.get(VARIABLE):
-    _record_once_torch_is_imported()
-    _run_users_sitecustomize()
+    if importlib.util.find_spec("lightning_gpu_tools") is None:  # the command has another Python environment
+        sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
+    from lightning_gpu_tools.trainer.import_hooks import when_imported
+
+    when_imported("", _record, ("torch",))
+    others = [entry for entry in sys.path if os.path.abspath(entry) != os.path.dirname(os.path.abspath(__file__))]
+    users = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if users is not None and users.loader is not None:
+        users.loader.exec_module(importlib.util.module_from_spec(users))

@@ -118,14 +118,6 @@ def why_unreadable(error: Exception) -> str:
     return _WHY_UNREADABLE.get(error.value, f"the driver answered {str(error)!r}: check `nvidia-smi` and `dmesg`")
 
 
-def why_late(function: str) -> str:
-    """Explain that a call of the driver hangs, and what to do."""
-    return (
-        f"the driver has not answered {function} within {limits.LIMIT_S:.0f} s: check `dmesg`, then reset the GPU or "
-        "reboot"
-    )
-
-
 @contextlib.contextmanager
 def session(limit_s: float = limits.OPENING_LIMIT_S) -> Iterator[None]:
     """Keep the driver open; raise ``NvmlUnavailableError`` if that fails or takes longer than ``limit_s``.
@@ -150,16 +142,11 @@ def _required(function: Callable[[], _T], limit_s: float) -> _T:
     try:
         found, late = limits.answers({name: function}, limit_s)
     except pynvml.NVMLError as error:
-        raise NvmlUnavailableError(_why_unavailable(error)) from None  # the cause adds nothing
+        otherwise = f"The NVIDIA driver cannot be used: NVML says {str(error)!r}. Does `nvidia-smi` work?"
+        raise NvmlUnavailableError(_WHY_UNAVAILABLE.get(error.value, otherwise)) from None  # the cause adds nothing
     if late:
         raise NvmlUnavailableError(f"The NVIDIA driver has not answered {name} within {limit_s:.0f} s. Check `dmesg`.")
     return found[name]
-
-
-def _why_unavailable(error: pynvml.NVMLError) -> str:
-    """Explain why the driver cannot be used at all, and what to do."""
-    otherwise = f"The NVIDIA driver cannot be used: NVML says {str(error)!r}. Does `nvidia-smi` work?"
-    return _WHY_UNAVAILABLE.get(error.value, otherwise)
 
 
 _COMPUTE_MODES: dict[int, ComputeMode] = {
@@ -191,8 +178,12 @@ def read_gpus(*, with_loads: bool = False, limit_s: float = limits.OPENING_LIMIT
         _facts.update({index: {"index": index} for index in indices if not limits.is_late(index)})
         read = {index: functools.partial(_read_gpu, index, _facts[index], with_loads) for index in indices}
         readings, late = limits.answers(read, limits.LIMIT_S)
+    remedy = "check `dmesg`, then reset the GPU or reboot"
+    why_late = "the driver has not answered {} within {:.0f} s: {}"
     found = [
-        GpuReading(**_facts[index], error=why_late(late[index])) if index in late else readings[index]
+        GpuReading(**_facts[index], error=why_late.format(late[index], limits.LIMIT_S, remedy))
+        if index in late
+        else readings[index]
         for index in indices
     ]
     # NVML guarantees no order. A GPU without an address keeps its place.
@@ -224,8 +215,10 @@ def _read_gpu(nvml_index: int, facts: dict[str, Any], with_loads: bool) -> GpuRe
     except Exception as error:  # noqa: BLE001 - the other GPUs can still be read
         return GpuReading(**facts, error=why_unreadable(error))
     reading = GpuReading(**facts)
-    if with_loads and reading.processes:
-        reading = reading._replace(processes=_with_loads(handle, reading.processes))
+    loads = call_or_none(process_utilization, handle, 0) if with_loads and reading.processes else None
+    if loads is not None:
+        processes = (one._replace(utilization_percent=loads[0].get(one.pid, 0.0)) for one in reading.processes or ())
+        reading = reading._replace(processes=tuple(processes))
     if reading.mig_mode is not False:  # a container may see the instances, but not the mode
         instances = _read_mig_instances(handle, reading)
         reading = reading._replace(mig_mode=True if instances else reading.mig_mode, mig_instances=instances)
@@ -293,13 +286,6 @@ def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
         for pid, process in sorted(by_pid.items())
     ]
     return identified(found)
-
-
-def _with_loads(handle: Any, processes: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
-    answer = call_or_none(process_utilization, handle, 0)
-    if answer is None:
-        return processes
-    return tuple(one._replace(utilization_percent=answer[0].get(one.pid, 0.0)) for one in processes)
 
 
 def identified(processes: Sequence[GpuProcess]) -> tuple[GpuProcess, ...]:
