@@ -16,7 +16,6 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, wa
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.report_file import load_report
-from lightning_gpu_tools.runs import run_recorder
 from lightning_gpu_tools.training import compat, memory_counters
 
 BUFFER_BYTES = 2**28
@@ -106,8 +105,7 @@ def test_a_loop_with_fabric_samples_and_logs_its_gpu(tmp_path: Path, family: str
 STEPS = 80
 # Where a fact comes from: what the report calls it.
 SOURCES = {
-    (run_recorder, "_properties"): "the GPU's properties",
-    (GpuWatch, "trained_on"): "the GPU's utilization",
+    (GpuWatch, "trained_on"): "the GPU's metrics",
     (memory_counters, "count_holdings"): "torch's memory counters",
     (compat, "has_context"): "CUDA contexts",
 }
