@@ -24,9 +24,9 @@ from lightning_gpu_tools.advice.out_of_memory import (
 )
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
-from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.processes import INIT, process_stat
 from lightning_gpu_tools.runs.ending import AllocatorFailure, Ending
+from lightning_gpu_tools.runs.ranks import Ranks
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.selection.visibility import whole_or_instances
 from lightning_gpu_tools.training import compat
@@ -65,12 +65,13 @@ def out_of_memory_facts(
     ending: Ending,
     memory: RankMemory | None,
     growth: tuple[MemoryGrowth, ...],
-    usual_items: float | None,
-    gpus: GpuWatch | None,
-    job_pids: frozenset[int] | None,
+    ranks: Ranks | None,
     kills: int,
 ) -> OutOfMemory | None:
-    """Return the facts about an out-of-memory error; ``None`` if the message has another meaning here."""
+    """Return the facts about an out-of-memory error; ``None`` if the message has another meaning here.
+
+    ``ranks`` is the exchange with other ranks, once training has begun.
+    """
     run, clock, phase = ending.run, ending.clock, UNEXPLAINED
     counted: dict[str, Any] = {}
     if run.gpu is not None:
@@ -83,7 +84,7 @@ def out_of_memory_facts(
             "grad_enabled": failure.grad_enabled,
             "batch_shape": ending.batch_shape,
             "batch_bytes": ending.batch_bytes,
-            "usual_items": usual_items,
+            "usual_items": None if ranks is None else ranks.recorder.usual_batch_items,
             "begins": ending.begins.points(),
             "validation_begins": ending.validation_begins.points(),
             "lines": failure.lines,
@@ -103,7 +104,7 @@ def out_of_memory_facts(
         **counted,
     )
     if message.source != "host" and run.gpu is not None:
-        found = replace(_with_gpus(found, gpus, job_pids, run), allocator=_allocator_settings())
+        found = replace(_with_gpus(found, ranks, run), allocator=_allocator_settings())
         found = replace(found, model=_model_size(run, memory, found.is_sharded))
     return found if is_out_of_memory(found) else None
 
@@ -149,7 +150,7 @@ def _requesting_line(error: BaseException, requested_bytes: int) -> MemoryLine |
     return MemoryLine(requested_bytes, 1, "", seen.file, seen.line, seen.function)
 
 
-def _with_gpus(found: OutOfMemory, watch: GpuWatch | None, job_pids: frozenset[int] | None, run: Run) -> OutOfMemory:
+def _with_gpus(found: OutOfMemory, ranks: Ranks | None, run: Run) -> OutOfMemory:
     assert run.gpu is not None
     (own,) = gpu_readings([run.gpu])
     found = replace(found, uuid=own.uuid)
@@ -160,6 +161,10 @@ def _with_gpus(found: OutOfMemory, watch: GpuWatch | None, job_pids: frozenset[i
     except NvmlUnavailableError:
         return found
     listed = (found.gpu.processes if found.gpu is not None else None) or ()
+    job_pids, watch = None, None
+    if ranks is not None:
+        ranks.exchange.read_node()
+        job_pids, watch = ranks.pids_on_node(), ranks.recorder.gpus
     if job_pids is None or not nvml.pids_are_ours() or any(one.is_foreign for one in listed):
         return found
     found = replace(found, pid=os.getpid())

@@ -76,7 +76,7 @@ class Ranks:
     """
 
     def __init__(self, name: str, store: Any, recorder: RunRecorder, *, is_monitored: bool) -> None:
-        self._recorder = recorder
+        self.recorder = recorder
         self._place = recorder.run.place
         self._is_monitored = is_monitored
         self._pids: frozenset[int] | None = None
@@ -99,7 +99,7 @@ class Ranks:
         """Publish this rank's speed; the first rank of every other node also publishes its GPUs."""
         if self._place.world_size == 1:
             return
-        recorder, gpus = self._recorder, self._recorder.gpus
+        recorder, gpus = self.recorder, self.recorder.gpus
         facts = recorder.own_entry()
         if self._is_monitored and gpus is not None and self._place.rank != 0:
             metrics, facts["troubles"] = gpus.take_metrics()
@@ -124,7 +124,7 @@ class Ranks:
 
     def _receive(self, entries: Sequence[Entry]) -> None:
         """Process the entries of the ranks: on rank 0, in the thread of the exchange."""
-        self._recorder.receive(entries)
+        self.recorder.receive(entries)
         for entry in entries:
             if "metrics" in entry and entry["turn"] > self._turns.get(entry["rank"], 0):
                 self._turns[entry["rank"]] = entry["turn"]
@@ -144,7 +144,7 @@ class Ranks:
 
     def _read(self, what: str, kind: type[_T], facts: Any) -> _T | None:
         time.sleep(0)  # releases the GIL to the training thread, if this is another thread
-        found: _T | None = self._recorder.facts.read(what, partial(msgspec.convert, facts, kind), None)
+        found: _T | None = self.recorder.facts.read(what, partial(msgspec.convert, facts, kind), None)
         return found
 
     def memory_accounts(self, own: MemoryShare | None, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:

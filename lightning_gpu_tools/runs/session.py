@@ -17,7 +17,6 @@ from lightning_gpu_tools.advice.causes.memory.stray_contexts import stray_contex
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage
 from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import NvmlUnavailableError
@@ -320,31 +319,22 @@ class Session:
             failure = None if is_intended else failure_of(error, exits, kills)
             if failure is not None or (message is not None and message.is_certain):
                 self.begin()  # the error may have been raised before training began
-            found = None if message is None else self._out_of_memory(message, error, step, kills)
+            found = None
+            if message is not None:
+                found = out_of_memory_facts(
+                    message,
+                    error,
+                    step,
+                    ending=ending,
+                    memory=None if self.timer.memory is None else self.timer.memory.facts(),
+                    growth=() if self.recorder is None else self.memory.growth(),
+                    ranks=None if self.recorder is None else self.ranks,
+                    kills=kills,
+                )
             ending.note_error(error, step, failure, found)
             if found is not None and self.timer.memory is not None:
                 self.timer.memory.note_failure(found.begin_bytes, found.allocated_bytes)
         return ending.outcome
-
-    def _out_of_memory(
-        self, message: OutOfMemoryMessage, error: BaseException, step: int, kills: int
-    ) -> OutOfMemory | None:
-        memory, job_pids = self.timer.memory, None
-        if self.recorder is not None:
-            self.ranks.exchange.read_node()
-            job_pids = self.ranks.pids_on_node()
-        return out_of_memory_facts(
-            message,
-            error,
-            step,
-            ending=self.ending,
-            memory=None if memory is None else memory.facts(),
-            growth=() if self.recorder is None else self.memory.growth(),
-            usual_items=None if self.recorder is None else self.recorder.usual_batch_items,
-            gpus=self.gpus,
-            job_pids=job_pids,
-            kills=kills,
-        )
 
     def finish(self, timeout_s: float) -> None:
         """Stop the clock, publish one last time, and on rank 0 wait at most ``timeout_s`` for the other ranks."""

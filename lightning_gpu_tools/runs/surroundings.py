@@ -30,13 +30,24 @@ def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
     # torch itself warns about more workers than cores, but ignores other ranks and quotas.
     has_warned = loader is not None and loader.num_workers > affinity_cores()
     folder = run.checkpoint_folder
-    place = None if folder is None or "://" in folder else _existing(Path(folder))
-    is_sharded = run.place.world_size > 1 and not run.is_plain_ddp
+    place, why_not = None, ""
+    if folder is not None and "://" not in folder:
+        path = Path(folder).absolute()
+        place = next(one for one in (path, *path.parents) if one.exists())
+        if not place.is_dir():
+            why_not = f"{printable_path(place)} is not a folder"
+        elif not os.access(place, os.W_OK):
+            why_not = "permission denied"
+    is_sharded, checkpoint_bytes = run.place.world_size > 1 and not run.is_plain_ddp, None
+    if run.module is not None and not is_sharded:
+        weights = [*run.module.parameters(), *run.module.buffers()]
+        trained = sum(weight.nbytes for weight in weights if weight.requires_grad)
+        checkpoint_bytes = sum(weight.nbytes for weight in weights) + copies_per_weight(run.optimizers) * trained
     return Surroundings(
         folder=folder,
-        why_not_writable="" if place is None else _why_not_writable(place),
+        why_not_writable=why_not,
         disk_free_bytes=None if place is None else shutil.disk_usage(place).free,
-        checkpoint_bytes=None if is_sharded else _checkpoint_bytes(run),
+        checkpoint_bytes=checkpoint_bytes,
         prefetched_bytes=ahead,
         shm_bytes=shared_memory_bytes(),
         workers=0 if has_warned else workers,
@@ -52,24 +63,6 @@ def _shared_files(run: Run) -> Iterator[str]:
         if isinstance(one.loader, DataLoader) and one.loader.num_workers:
             facts = read_loader_facts(one.loader)
             yield from facts.open_files if facts.is_forked else ()
-
-
-def _why_not_writable(place: Path) -> str:
-    if not place.is_dir():
-        return f"{printable_path(place)} is not a folder"
-    return "" if os.access(place, os.W_OK) else "permission denied"
-
-
-def _existing(folder: Path) -> Path:
-    return next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
-
-
-def _checkpoint_bytes(run: Run) -> int | None:
-    if run.module is None:
-        return None
-    weights = [*run.module.parameters(), *run.module.buffers()]
-    trained = sum(weight.nbytes for weight in weights if weight.requires_grad)
-    return sum(weight.nbytes for weight in weights) + copies_per_weight(run.optimizers) * trained
 
 
 def _claims(run: Run) -> Sequence[tuple[str, str, int]]:
