@@ -97,58 +97,33 @@ class LoaderSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderFacts:
-    """What decides whether a loader may get workers, as read without running its dataset.
+    """What decides whether a loader may get workers, as read without running its dataset."""
 
-    Attributes:
-        kind: Class of the loader, with its module.
-        name: Its name among several: a key in quotes, or its number; empty if it is the only one.
-        is_torch: Whether it is a ``torch.utils.data.DataLoader``. Without it, only the fields above are known.
-        is_iterator: Whether it is exhausted after one pass, like ``enumerate(loader)``.
-        within: Class of another kind of loader that it is inside of; empty without one.
-        dataset: Class of the dataset.
-        is_iterable: Whether the dataset is a stream, of which each worker gets a copy.
-        splits: Whether the copies of a stream split its samples among them; ``None`` if its code does not show it.
-        is_webdataset: Whether the stream is webdataset's.
-        shards: Number of shards of a stream, for all ranks; ``None`` if unknown.
-        ranks: Number of ranks.
-        is_daemonic: Whether this process may not start others.
-        is_forked: Whether workers are forked, so that they share what the dataset has opened.
-        open_files: What the dataset or the collate function holds open: ``"Photos.file"``.
-        not_picklable: What cannot be sent to workers that are not forked: ``"Photos.transform"``.
-        not_copyable: What a copy of the dataset could not have: ``"Photos.lock"``.
-        keeps_position: Whether it has a ``state_dict``.
-        in_order: Whether its batches come in the sampler's order.
-        own_iterator: Whether its class has its own ``_get_iterator``, or torch has none.
-        contents: A number that changes when attributes of the dataset do.
-        sampler: Class of its sampler; empty with a batch sampler of the program.
-        drop_last: Whether it leaves out an incomplete batch.
-        collates: Whether torch's own function puts the samples of a batch together.
-        is_table: Whether a sample is one row of tensors or arrays, so that a list of indices fetches a whole batch.
-    """
-
-    kind: str
-    name: str = ""
-    is_torch: bool = True
-    is_iterator: bool = False
-    within: str = ""
+    kind: str  # class of the loader, with its module
+    name: str = ""  # its name among several: a key in quotes, or its number; empty if it is the only one
+    is_torch: bool = True  # whether it is a torch.utils.data.DataLoader. Without it, only the fields above are known
+    is_iterator: bool = False  # whether it is exhausted after one pass, like enumerate(loader)
+    within: str = ""  # class of another kind of loader that it is inside of; empty without one
     dataset: str = ""
-    is_iterable: bool = False
+    is_iterable: bool = False  # whether the dataset is a stream, of which each worker gets a copy
+    # Whether the copies of a stream split its samples among them; None if its code does not show it
     splits: bool | None = None
-    is_webdataset: bool = False
-    shards: int | None = None
+    is_webdataset: bool = False  # whether the stream is webdataset's
+    shards: int | None = None  # number of shards of a stream, for all ranks; None if unknown
     ranks: int = 1
-    is_daemonic: bool = False
-    is_forked: bool = True
-    open_files: tuple[str, ...] = ()
-    not_picklable: str | None = None
-    not_copyable: str | None = None
-    keeps_position: bool = False
-    in_order: bool = True
-    own_iterator: bool = False
-    contents: int = 0
-    sampler: str = ""
-    drop_last: bool = False
-    collates: bool = True
+    is_daemonic: bool = False  # whether this process may not start others
+    is_forked: bool = True  # whether workers are forked, so that they share what the dataset has opened
+    open_files: tuple[str, ...] = ()  # what the dataset or the collate function holds open: "Photos.file"
+    not_picklable: str | None = None  # what cannot be sent to workers that are not forked: "Photos.transform"
+    not_copyable: str | None = None  # what a copy of the dataset could not have: "Photos.lock"
+    keeps_position: bool = False  # whether it has a state_dict
+    in_order: bool = True  # whether its batches come in the sampler's order
+    own_iterator: bool = False  # whether its class has its own _get_iterator, or torch has none
+    contents: int = 0  # a number that changes when attributes of the dataset do
+    sampler: str = ""  # class of its sampler; empty with a batch sampler of the program
+    drop_last: bool = False  # whether it leaves out an incomplete batch
+    collates: bool = True  # whether torch's own function puts the samples of a batch together
+    # Whether a sample is one row of tensors or arrays, so that a list of indices fetches a whole batch
     is_table: bool = False
 
 
@@ -199,23 +174,14 @@ class WatchedSteps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recompiled:
-    """A function that ``torch.compile`` compiled again during training.
+    """A function that ``torch.compile`` compiled again during training."""
 
-    Attributes:
-        file: Path of its file, as in ``SourceLine``.
-        line: First line, or the line after a graph break.
-        function: Its name.
-        count: Number of compilations after the first.
-        seconds: Their duration.
-        reason: Last condition of earlier compiled code that failed; empty if unknown, as before torch 2.7.
-    """
-
-    file: str = ""
-    line: int = 0
+    file: str = ""  # path of its file, as in SourceLine
+    line: int = 0  # first line, or the line after a graph break
     function: str = ""
-    count: int = 0
-    seconds: float = 0.0
-    reason: str = ""
+    count: int = 0  # number of compilations after the first
+    seconds: float = 0.0  # their duration
+    reason: str = ""  # last condition of earlier compiled code that failed; empty if unknown, as before torch 2.7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,27 +262,16 @@ class RankStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldContext:
-    """A CUDA context of one rank: the memory that a process keeps on a GPU once it has used it.
-
-    Attributes:
-        rank: Global rank.
-        node: Number of its node.
-        pid: PID of its process, as seen by itself.
-        gpu: Device index of the GPU on the node.
-        uuid: UUID of the GPU.
-        is_own: Whether the rank trains on this GPU.
-        held_bytes: Memory of the process there; ``None`` if unknown, as in a container.
-        reserved_bytes: The part of it that torch's allocator has reserved.
-    """
+    """A CUDA context of one rank: the memory that a process keeps on a GPU once it has used it."""
 
     rank: int
-    node: int
-    pid: int
-    gpu: int
-    uuid: str
-    is_own: bool
-    held_bytes: int | None = None
-    reserved_bytes: int = 0
+    node: int  # number of its node
+    pid: int  # PID of its process, as seen by itself
+    gpu: int  # device index of the GPU on the node
+    uuid: str  # of the GPU
+    is_own: bool  # whether the rank trains on this GPU
+    held_bytes: int | None = None  # memory of the process there; None if unknown, as in a container
+    reserved_bytes: int = 0  # the part of it that torch's allocator has reserved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

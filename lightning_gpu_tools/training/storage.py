@@ -30,15 +30,10 @@ _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Storage:
-    """The storage of a dataset or of checkpoints.
+    """The storage of a dataset or of checkpoints."""
 
-    Attributes:
-        path: Real path of the file or folder.
-        file_system: Type of its file system, as the kernel names it: ``"nfs4"``.
-    """
-
-    path: str
-    file_system: str
+    path: str  # real path of the file or folder
+    file_system: str  # type of its file system, as the kernel names it: "nfs4"
 
     @property
     def is_network(self) -> bool:
