@@ -193,13 +193,6 @@ print(threading.active_count())
     assert (result.returncode, result.stdout) == (0, "1\n"), result.stderr
 
 
-def test_a_program_that_forgets_to_close_still_ends(driver, run_python):
-    driver.gpus = [gpu()]
-    start = f"Sampler([{driver.gpus[0].uuid!r}], interval_s=0.01)"
-    result = run_python("-c", f"from lightning_gpu_tools.gpus.sampler import Sampler; {start}", timeout=60)
-    assert (result.returncode, result.stderr) == (0, "")
-
-
 def test_metrics_are_made_once_for_each_poll(clock):
     """A Trainer that logs at every step asks a thousand times a second."""
     clock.gpus = [gpu(utilization=50)]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.gpus.metrics import GpuSample, over_run
-from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, mean_percent, weights_s
+from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, weights_s
 from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.gpus.windows import PercentHistogram, WindowBuilder
 
@@ -55,17 +55,6 @@ durations = st.floats(0.01, 1.0)
 )
 def test_a_sample_stands_for_the_time_since_the_one_before(times, previous_s, expected):
     assert weights_s(utilization_samples(*((time_s, 0) for time_s in times)), previous_s) == pytest.approx(expected)
-
-
-@given(st.lists(st.tuples(durations, percents), min_size=1, max_size=30), st.floats(0, 2e9))
-def test_mean_lies_within_the_samples_and_does_not_depend_on_the_hour(steps, start_s):
-    def at(origin_s: float) -> list[UtilizationSample]:
-        times = [origin_s + sum(step for step, _ in steps[: i + 1]) for i in range(len(steps))]
-        return list(utilization_samples(*zip(times, (percent for _, percent in steps), strict=True)))
-
-    mean = mean_percent(at(start_s))
-    assert min(percent for _, percent in steps) - 1e-6 <= mean <= max(percent for _, percent in steps) + 1e-6
-    assert mean == pytest.approx(mean_percent(at(0.0)), abs=0.01)
 
 
 # Percentiles
@@ -144,21 +133,6 @@ def test_means_of_the_hardware_counters_are_weighted_by_time():
 
 
 # Timelines
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 1e6), st.floats(-100, 100), st.floats(0.01, 10)), min_size=1, max_size=200),
-    st.integers(2, 20),
-)
-def test_a_timeline_stays_within_its_points_and_keeps_the_mean(entries, max_points):
-    timeline = Timeline(max_points, width_s=1.0)
-    for time_s, value, weight in entries:
-        timeline.add(time_s, value, weight)
-    points = timeline.points()
-    assert 1 <= len(points) <= max_points
-    assert [time_s for time_s, _ in points] == sorted(time_s for time_s, _ in points)
-    values = [value for _, value, _ in entries]
-    assert all(min(values) - 1e-6 <= value <= max(values) + 1e-6 for _, value in points)
 
 
 def test_a_timeline_is_exact_until_it_is_full_and_then_half_as_fine():

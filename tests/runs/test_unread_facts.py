@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from trainings import Model, Samples, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs import run_loaders, run_recorder, session
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.line_sampler import LineSampler
@@ -73,14 +72,3 @@ def test_each_fact_is_left_out_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     missing = {what for what in SOURCES.values() if f"{what} {reason}" not in report.unseen}
     # Without the idle time of the cores nobody asks who uses them.
     assert missing == {"the use of the cores"}
-
-
-def test_who_uses_the_cores_is_left_out_where_the_affinity_is_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_recorder, "affinity_cores", refuse)
-    report = trained(tmp_path)
-    assert report.unseen == (f"the use of the cores ({__name__}.Refused: <exception str() failed>)",)
-    assert f"torch does not support it: {report.unseen[0]}." in " ".join(render_text(report).split())
-    assert report.core_wait_share is None
-    assert report.samples_per_s is not None

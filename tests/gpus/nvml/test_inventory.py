@@ -43,12 +43,6 @@ def test_a_reading_has_what_selection_needs(driver):
     assert reading.error is None
 
 
-def test_gpus_are_in_pci_order_whatever_order_the_driver_gives(driver):
-    gpus = read(driver, gpu(pci=(0, 0x80, 0)), gpu(pci=(1, 0x10, 0)), gpu(pci=(0, 0x10, 0)), gpu(pci=(0, 0x10, 1)))
-    assert [reading.uuid for reading in gpus] == [driver.gpus[i].uuid for i in (2, 3, 0, 1)]
-    assert [reading.index for reading in gpus] == [0, 1, 2, 3]
-
-
 def test_utilization_is_the_mean_over_the_buffer(driver):
     driver.freeze()
     (reading,) = read(driver, gpu(utilization=[(0, 0), (90, 100)], sample_period_s=0.5, sample_depth=40))

@@ -10,7 +10,6 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
-import pynvml
 import pytest
 from fake_driver import gpu, mig
 
@@ -149,28 +148,3 @@ def test_after_the_effect_of_an_advised_command_the_gpu_is_picked(driver, claims
     (effect,) = (EFFECTS[command] for command in commands if command not in SHOW)
     effect(driver)
     assert len(select_gpus().uuids) == 1
-
-
-def test_a_session_survives_an_error_inside_and_closes(driver):
-    with pytest.raises(KeyError), nvml.session():
-        raise KeyError
-    with pytest.raises(pynvml.NVMLError_Uninitialized):
-        pynvml.nvmlDeviceGetCount()
-
-
-def test_a_forked_child_reads_in_a_session_of_its_parent(driver, run_python):
-    driver.gpus = [gpu(memory_free="21GiB")]
-    code = """
-import os
-from lightning_gpu_tools.gpus import nvml
-with nvml.session():
-    nvml.read_gpus()
-    if (child := os.fork()) == 0:
-        with nvml.session():
-            print(nvml.read_gpus()[0].memory_free_bytes // 2**30, flush=True)
-    else:
-        assert os.waitpid(child, 0)[1] == 0
-        assert nvml.read_gpus()[0].error is None
-"""
-    result = run_python("-W", "ignore", "-c", code)
-    assert (result.returncode, result.stdout) == (0, "21\n"), result.stderr
