@@ -114,7 +114,7 @@ class Sampler:
 
     def enter(self, phase: Phase) -> None:
         """Assign samples to this phase from now on. The first phase is training."""
-        self._collected(lambda: self._phases.enter(phase, time.time()))
+        self._collected(lambda: self._phases.enter(phase, time.time()), None)
 
     def take(self, phase: Phase = "training") -> dict[str, GpuWindow]:
         """Return the windows of a phase since the last call for it, by UUID. Windows of both phases have the errors."""
@@ -126,11 +126,11 @@ class Sampler:
 
     def latest(self) -> dict[str, GpuSample]:
         """Return the last sample of each GPU, by UUID."""
-        return self._collected(lambda: dict(self._latest)) or {}
+        return self._collected(lambda: dict(self._latest), {})
 
     def timelines(self, uuid: str) -> dict[str, Series]:
         """Return the timelines of a GPU over the whole run."""
-        return self._collected(lambda: self._timelines[uuid].series()) or {}
+        return self._collected(lambda: self._timelines[uuid].series(), {})
 
     def close(self) -> None:
         """End the threads. Collected data can still be taken."""
@@ -141,10 +141,10 @@ class Sampler:
             for poller in self._pollers:
                 poller.join(0 if poller.is_late else max(0.0, until_s - time.monotonic()))
 
-    def _collected(self, read: Callable[[], _T]) -> _T | None:
-        """Call a function with the lock; return ``None`` in a forked child, where a thread may hold it forever."""
+    def _collected(self, read: Callable[[], _T], in_child: _T) -> _T:
+        """Call a function with the lock; return ``in_child`` in a forked child, where a thread may hold it forever."""
         if self._pid != os.getpid():
-            return None
+            return in_child
         with self._polled:
             return read()
 

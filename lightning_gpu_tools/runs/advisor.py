@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
 from lightning_gpu_tools.arguments import check_percentage
@@ -32,11 +32,7 @@ class Advisor:
     """The advisor of one run, whose session has begun."""
 
     def __init__(self, session: Session, thresholds: Thresholds) -> None:
-        session.thresholds = {
-            "min_utilization_percent": thresholds.min_utilization_percent,
-            "min_steps": thresholds.min_steps,
-            "min_seconds": AT_END * thresholds.min_seconds,
-        }
+        session.thresholds = asdict(replace(thresholds, min_seconds=AT_END * thresholds.min_seconds))
         self._session = session
         self._min_seconds = thresholds.min_seconds
         self._next_judgment: float = WARM_UP_STEPS + thresholds.min_steps  # a step of the clock

@@ -13,6 +13,8 @@ from datetime import datetime, timedelta, timezone
 from types import FrameType
 from typing import Any, Literal
 
+import msgspec
+
 from lightning_gpu_tools.advice.collectives import collective_of
 from lightning_gpu_tools.advice.stall_patience import Patience, is_excused, limit_s
 from lightning_gpu_tools.advice.stall_words import where
@@ -35,7 +37,6 @@ from lightning_gpu_tools.training.stacks import (
 from lightning_gpu_tools.training.stall_facts import (
     SETUP,
     TEARDOWN,
-    Call,
     Frame,
     GroupCalls,
     ProcessFacts,
@@ -240,11 +241,7 @@ class StallWatch:
         turn, received_s = self._received.get(number, (-1, now_s))
         if entry["turn"] != turn:
             turn, received_s = self._received[number] = entry["turn"], now_s
-        groups = [
-            GroupCalls(group, description, [Call(*call) for call in calls])
-            for group, description, calls in entry["facts"]["groups"]
-        ]
-        rank = RankFacts(**{**entry["facts"], "groups": groups})
+        rank = msgspec.convert(entry["facts"], RankFacts)
         silent_s = now_s - received_s
         is_silent = rank.ended is None and silent_s > _MISSED * self._interval_s + _SAMPLE_S
         return replace(rank, silent_s=silent_s if is_silent else 0.0)
