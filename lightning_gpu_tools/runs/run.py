@@ -28,7 +28,9 @@ class Run(Training, Protocol):
     """The facts that the Trainer, Fabric or loop knows about a run; ``None`` = unknown, or none."""
 
     has_trainer: bool  # whether a Trainer drives it, so that advice can name its options
-    validation_facts: tuple[LoaderFacts, ...]  # of its torch loaders without workers, before their first batch
+    validation_loaders: tuple[LoaderSettings, ...]  # of validations within a fit, if they are torch's
+    validation_facts: tuple[LoaderFacts, ...]  # of those without workers, before their first batch
+    forks_for_validation: bool  # whether their workers are forked, and so have started once the iterator exists
     slowest: int  # place of the loader that training waits for most, among the loaders
     stage: Stage
 
@@ -51,14 +53,6 @@ class Run(Training, Protocol):
     @property
     def iterator(self) -> object | None:
         """The iterator of that loader."""
-
-    @property
-    def validation_loaders(self) -> tuple[LoaderSettings, ...]:
-        """The settings of the loaders of validations within a fit, if they are torch's."""
-
-    @property
-    def forks_for_validation(self) -> bool:
-        """Whether their workers are forked, and so have started once the loader's iterator exists."""
 
     @property
     def loggers(self) -> Sequence[Any]:

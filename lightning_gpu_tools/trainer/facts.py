@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -80,7 +80,9 @@ class TrainerRun(Run):
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._loaders: tuple[object, Sequence[Inside]] = None, ()
+        self.validation_loaders: tuple[LoaderSettings, ...] = ()
         self.validation_facts: tuple[LoaderFacts, ...] = ()
+        self.forks_for_validation = True
 
     @property
     @override
@@ -122,24 +124,9 @@ class TrainerRun(Run):
         place = self.slowest if len(iterators) == len(self.loaders) else 0
         return iterators[place] if iterators else None
 
-    @property
-    @override
-    def validation_loaders(self) -> tuple[LoaderSettings, ...]:
-        return tuple(map(settings_of, self._loaders_of_validation()))
-
-    @property
-    @override
-    def forks_for_validation(self) -> bool:
-        return all(map(forks_workers, self._loaders_of_validation()))
-
     def note_validation(self) -> None:
-        """Read the facts about the validation loaders, once: later, their datasets may have files open."""
-        if not self.validation_facts:
-            self.validation_facts = _without_workers(self._loaders_of_validation(), self.place.world_size)
-
-    def _loaders_of_validation(self) -> list[DataLoader[Any]]:
-        loaders = compat.loaders_of(self._trainer.fit_loop.epoch_loop.val_loop)
-        return [one for one in loaders if isinstance(one, DataLoader)]
+        """Record the loaders of a validation within a fit."""
+        _note_validation(self, compat.loaders_of(self._trainer.fit_loop.epoch_loop.val_loop))
 
     @cached_property  # at the end, Lightning unwraps the model
     @override
@@ -175,11 +162,15 @@ class TrainerRun(Run):
         return {"model": type(self._trainer.lightning_module).__qualname__, **trainer_settings(self._trainer)}
 
 
-def _without_workers(loaders: Sequence[DataLoader[Any]], ranks: int) -> tuple[LoaderFacts, ...]:
-    """Return the facts about those of the loaders that have no workers."""
-    with contextlib.suppress(Exception):  # of an odd dataset: nothing is known against workers then
-        return tuple(read_loader_facts(one, ranks=ranks) for one in loaders if not one.num_workers)
-    return ()
+def _note_validation(run: TrainerRun | LoopRun, loaders: Iterable[object]) -> None:
+    """Record the settings of a validation's loaders, and once the facts: later, their datasets may have files open."""
+    known = [loader for loader in loaders if isinstance(loader, DataLoader)]
+    run.validation_loaders = tuple(map(settings_of, known))
+    run.forks_for_validation = all(map(forks_workers, known))
+    if not run.validation_facts:
+        ranks = run.place.world_size
+        with contextlib.suppress(Exception):  # of an odd dataset: nothing is known against workers then
+            run.validation_facts = tuple(read_loader_facts(one, ranks=ranks) for one in known if not one.num_workers)
 
 
 class EvaluationRun(TrainerRun):
@@ -193,7 +184,6 @@ class EvaluationRun(TrainerRun):
     loggers = ()
     log_every_n_steps = 0
     checkpoint_folder = None
-    validation_loaders = ()
 
     def __init__(self, trainer: Trainer, stage: Stage) -> None:
         super().__init__(trainer)
@@ -329,10 +319,7 @@ class LoopRun:
         """Record the settings of the loader that a validation reads."""
         given = getattr(loader, _GIVEN_LOADER, loader)
         if isinstance(given, DataLoader):
-            self.validation_loaders = (settings_of(given),)
-            self.forks_for_validation = forks_workers(given)
-            if not self.validation_facts:
-                self.validation_facts = _without_workers([given], self.place.world_size)
+            _note_validation(self, [given])
 
     @property
     def iterator(self) -> object | None:

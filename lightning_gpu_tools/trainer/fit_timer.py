@@ -161,8 +161,17 @@ class FitTimer(Timer):
     def _start(self) -> None:
         if self.clock.running or self.is_trial:
             return
-        trainer, clock = self._trainer, self.clock
         keep_from_compiler()
+        if self._trainer.world_size > 1:
+            self._wrappers.put(torch.distributed, "Work.wait", self.rank_waits.timed)
+        self._time_loop()
+        self._time_loggers()
+        self._time_actions()
+        self.clock.start()
+
+    def _time_loop(self) -> None:
+        """Time what happens in an epoch."""
+        trainer, clock = self._trainer, self.clock
         self._time("fit_loop.on_advance_start", phases.EPOCH_START)
         self._time("fit_loop.epoch_loop.on_run_start", phases.EPOCH_START)
         self._wrap("fit_loop.epoch_loop.on_run_start", partial(before, clock.begin_epoch))
@@ -171,7 +180,6 @@ class FitTimer(Timer):
         self._time("fit_loop.advance", phases.TRAINER)
         self._time("fit_loop.on_advance_end", phases.TRAINER)
         if trainer.world_size > 1:
-            self._wrappers.put(torch.distributed, "Work.wait", self.rank_waits.timed)
             if hasattr(trainer.fit_loop.epoch_loop, compat.SIGNAL_CHECK):
                 self._time(f"fit_loop.epoch_loop.{compat.SIGNAL_CHECK}", f"{phases.RANK_WAIT}/signal check")
             self._wrap("strategy.backward", self.rank_waits.around_backward)
@@ -189,9 +197,6 @@ class FitTimer(Timer):
         self._time("save_checkpoint", phases.CHECKPOINT)
         self._wrap("save_checkpoint", partial(before, clock.count_checkpoint))
         self._time("strategy.remove_checkpoint", phases.CHECKPOINT)
-        self._time_loggers()
-        self._time_actions()
-        clock.start()
 
     def _time_step(self) -> None:
         clock, model = self.clock, self._trainer.lightning_module
@@ -294,23 +299,15 @@ class EvaluationTimer(FitTimer):
         self._time_from(f"{self._loop}.{self._private['start']}", to=f"{self._loop}.on_run_end")
 
     @override
-    def _start(self) -> None:
-        if self.clock.running or self.is_trial:
-            return
+    def _time_loop(self) -> None:
         clock, step = self.clock, f"strategy.{self._name}_step"
-        keep_from_compiler()
         self._wrap(f"{self._loop}.{compat.BEFORE_EVALUATION_FETCH}", partial(before, clock.begin_fetch))
         self._wrap(f"{self._loop}.{compat.AFTER_EVALUATION_FETCH}", partial(after, clock.end_fetch))
         self._time(f"{self._loop}.{self._private['step']}", phases.TRAINER)
-        if self._trainer.world_size > 1:
-            self._wrappers.put(torch.distributed, "Work.wait", self.rank_waits.timed)
         if self._run.gpu is not None:
             self._measure_gpu_steps(self._run.gpu, step, phases.FORWARD)
         self._notice_steps(step)
-        self._time_loggers()
-        self._time_actions()
         clock.begin_epoch()
-        clock.start()
 
 
 def _followed_by(action: Callable[[Any], None], run: Callable[..., Any]) -> Callable[..., Any]:

@@ -200,7 +200,7 @@ class MeasuringCallback(GuardedCallback):
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(trainer, "validate")
-        if self._session is not None:
+        if self._session is not None and self._session.run.stage == "fit":
             self._session.run.note_validation()
 
     @override

@@ -141,7 +141,7 @@ def test_a_fault_in_any_hook_changes_nothing(
         RunRecorder.after_step,
         RunRecorder.measurements,
         FitTimer._start,
-        EvaluationTimer._start,
+        EvaluationTimer._time_loop,
     ],
 )
 def test_a_fault_in_the_middle_of_a_hook_changes_nothing(
