@@ -205,8 +205,6 @@ class LoaderTrial:
 
     settings: LoaderSettings
     batch_s: float | None = None  # mean time from batch to batch, including the step
-    batches: int = 0  # measured, once the workers ran steadily
-    seconds: float = 0.0  # of the trial, including the start of the workers
     wait_s: float = 0.0  # mean part of batch_s spent waiting
     start_s: float | None = None  # until the first batch arrived; None without workers
     measured: bool = True  # False without workers, where batch_s needs no trial
@@ -245,30 +243,24 @@ class LoaderResult:
 
 
 def combined(trials: Iterable[LoaderTrial]) -> list[LoaderTrial]:
-    """Return one trial for each set of settings that did not fail, in the order of their first trials.
+    """Return the fastest trial of each set of settings that did not fail: other programs can only slow one down.
 
     Settings that differ only in ``persistent_workers`` and ``pin_memory`` count as the same.
     """
-    by_settings: dict[LoaderSettings, list[LoaderTrial]] = {}
+    fastest: dict[LoaderSettings, LoaderTrial] = {}
     for trial in trials:
         if trial.batch_s is not None and trial.failed is None:
-            by_settings.setdefault(_key(trial.settings), []).append(trial)
-    return [_as_one(same) for same in by_settings.values()]
+            before = fastest.setdefault(_key(trial.settings), trial)
+            fastest[_key(trial.settings)] = min(before, trial, key=lambda one: one.batch_s or math.inf)
+    return [*fastest.values()]
 
 
 def _key(settings: LoaderSettings) -> LoaderSettings:
     return replace(settings, persistent_workers=False, pin_memory=False)
 
 
-def _as_one(trials: list[LoaderTrial]) -> LoaderTrial:
-    """Return the fastest trial: other programs can only slow one down."""
-    fastest = min(trials, key=lambda trial: trial.batch_s or math.inf)
-    batches, seconds = sum(trial.batches for trial in trials), sum(trial.seconds for trial in trials)
-    return replace(fastest, batches=batches, seconds=seconds)
-
-
 def trial_of(trials: Iterable[LoaderTrial], settings: LoaderSettings | None) -> LoaderTrial | None:
-    """Return all trials of these settings as one; ``None`` if they were not tried or failed."""
+    """Return the fastest trial of these settings; ``None`` if they were not tried or failed."""
     if settings is None:
         return None
     return next((one for one in combined(trials) if _key(one.settings) == _key(settings)), None)

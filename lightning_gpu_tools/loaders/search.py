@@ -139,8 +139,6 @@ class Trials:
         return LoaderTrial(
             settings=settings,
             batch_s=statistics.mean(passed) if measured else None,
-            batches=len(passed),
-            seconds=time.perf_counter() - began_s,
             wait_s=statistics.mean(waits) if measured else 0.0,
             start_s=start_s,
             failed=failed,

@@ -76,6 +76,7 @@ class TrainerRun(Run):
     accumulate_grad_batches = _trainers("accumulate_grad_batches")
     loggers = _trainers("loggers")
     log_every_n_steps = _trainers("log_every_n_steps")
+    precision = _trainers("precision")
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -137,11 +138,6 @@ class TrainerRun(Run):
     @override
     def logged_step(self) -> int:
         return compat.logged_step(self._trainer)
-
-    @property
-    @override
-    def precision(self) -> str:
-        return str(self._trainer.precision)
 
     @property
     @override

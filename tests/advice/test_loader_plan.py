@@ -109,7 +109,7 @@ FOUND = dataclasses.replace(NO_WORKERS, num_workers=4, prefetch_factor=2)
 
 
 def searched(chosen: LoaderSettings, *tried: tuple[LoaderSettings, float]) -> LoaderResult:
-    trials = tuple(LoaderTrial(settings=settings, batch_s=batch_s, batches=24) for settings, batch_s in tried)
+    trials = tuple(LoaderTrial(settings=settings, batch_s=batch_s) for settings, batch_s in tried)
     return LoaderResult(original=NO_WORKERS, settings=chosen, reason="As measured.", trials=trials)
 
 

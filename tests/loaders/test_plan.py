@@ -43,7 +43,7 @@ def case(load_s: float = 0.04, step_s: float = 0.01, **changes: object) -> Loade
 
 
 def trial(count: int, batch_s: float | None, prefetch: int = 2, wait_s: float = 0.0, **more: object) -> LoaderTrial:
-    made = LoaderTrial(settings=workers(count, prefetch), batch_s=batch_s, batches=24, wait_s=wait_s)
+    made = LoaderTrial(settings=workers(count, prefetch), batch_s=batch_s, wait_s=wait_s)
     return replace(made, **{"measured": count > 0, **more})  # type: ignore[arg-type]
 
 
