@@ -18,7 +18,6 @@ from lightning_gpu_tools import LightningGpuToolsError, list_gpus, select_gpus
 from lightning_gpu_tools.errors import NotEnoughGpusError
 from lightning_gpu_tools.types import GpuSelection
 
-GIB = 2**30
 SHOW = 'print(os.environ["CUDA_VISIBLE_DEVICES"])'
 pytestmark = pytest.mark.usefixtures("claims_dir")
 
@@ -55,14 +54,6 @@ def test_exclusive_is_refused_where_somebody_is_and_refuses_others(driver: Drive
     selection.release()  # again
     assert [entry.name for entry in claims_dir.iterdir()] == []
     assert indices(select_gpus(2, claim=False)) == [2, 1]
-
-
-def test_claims_of_others_count_without_a_claim_of_ones_own(driver: Driver, claims_dir: Path) -> None:
-    driver.gpus = [gpu(memory_free="40GiB"), gpu(memory_free="30GiB")]
-    assert indices(select_gpus(claim=False)) == [0]
-    assert not claims_dir.exists()
-    select_gpus()
-    assert indices(select_gpus(claim=False)) == [1]
 
 
 def test_a_selection_is_all_or_nothing(driver: Driver, claims_dir: Path) -> None:

@@ -122,12 +122,6 @@ def test_every_rejection_says_why_in_numbers(reading: GpuReading, requirements: 
     assert "GPU 2 (" in reasons(ranking)
 
 
-def test_a_rejection_gives_all_reasons_at_once() -> None:
-    text = reasons(rank([gpu(0, free=GIB, utilization=90)], min_free=2 * GIB, max_utilization=50))
-    assert "1.00 GiB free" in text
-    assert "90 % busy" in text
-
-
 @pytest.mark.parametrize("kind", ["memory", "whole", "exclusive"])
 def test_exclusive_needs_a_gpu_that_nobody_claims(kind: Any) -> None:
     reading = gpu(0)
