@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch.utils.data import DataLoader
@@ -43,6 +43,8 @@ def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
         weights = [*run.module.parameters(), *run.module.buffers()]
         trained = sum(weight.nbytes for weight in weights if weight.requires_grad)
         checkpoint_bytes = sum(weight.nbytes for weight in weights) + copies_per_weight(run.optimizers) * trained
+    loaders = [one.loader for one in run.loaders if isinstance(one.loader, DataLoader)]
+    with_workers = [read_loader_facts(one) for one in loaders if one.num_workers]
     return Surroundings(
         folder=folder,
         why_not_writable=why_not,
@@ -53,16 +55,8 @@ def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
         workers=0 if has_warned else workers,
         cores=cores,
         claims=tuple(_claims(run)),
-        shared_files=tuple(_shared_files(run)),
+        shared_files=tuple(file for one in with_workers if one.is_forked for file in one.open_files),
     )
-
-
-def _shared_files(run: Run) -> Iterator[str]:
-    """Yield what datasets have open while forked workers read it."""
-    for one in run.loaders:
-        if isinstance(one.loader, DataLoader) and one.loader.num_workers:
-            facts = read_loader_facts(one.loader)
-            yield from facts.open_files if facts.is_forked else ()
 
 
 def _claims(run: Run) -> Sequence[tuple[str, str, int]]:
