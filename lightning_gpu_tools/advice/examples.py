@@ -1,4 +1,4 @@
-"""Synthetic measurements: the sick and healthy examples of causes, also used by tests."""
+"""Synthetic runs, out-of-memory errors and stalls: the sick and healthy examples of causes, also used by tests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,25 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS
+from lightning_gpu_tools.advice.out_of_memory import (
+    MemoryFacts,
+    ModelSize,
+    OutOfMemory,
+    OutOfMemoryMessage,
+)
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.host import HostBudget
+from lightning_gpu_tools.training.memory_readings import (
+    Block,
+    MemoryHoldings,
+    MemoryReading,
+    RankMemory,
+    RecordedStep,
+    RecordedSteps,
+    Segment,
+    StepMemory,
+)
+from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
     IdleTimes,
@@ -20,8 +37,9 @@ from lightning_gpu_tools.training.run_measurements import (
     StepBlock,
     WatchedSteps,
 )
+from lightning_gpu_tools.training.stall_facts import Call, Frame, GroupCalls, ProcessFacts, RankFacts, StallFacts
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 LOADER = LoaderSettings(num_workers=4, prefetch_factor=2, persistent_workers=True, pin_memory=True, batch_size=32)
 NO_WORKERS = LoaderSettings(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
 STEP = {"training_step": 50.0}
@@ -163,3 +181,111 @@ COPIES: dict[str, Any] = {
     "utilization": 60.0,
     "gpu_idle": sampled_idle(host_to_device_copy=(20.0, 19.0)),
 }
+
+
+# --- out-of-memory errors ----------------------------------------------------------------------------------------
+
+# (step, bytes in tensors when it began).
+FLAT = [(step, 8.0 * GIB) for step in range(1, 100)]
+GROWING = [(step, (8 + 0.1 * step) * GIB) for step in range(1, 100)]
+
+
+def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
+    """Return the memory of a rank: steps of one size, with 2 GiB each of parameters and gradients, and 3 of states.
+
+    Old gradients are freed before backward, which needs as much memory as forward and these gradients together.
+    """
+
+    def reading(allocated: int) -> MemoryReading:
+        return MemoryReading(
+            allocated_bytes=allocated, peak_allocated_bytes=peak, reserved_bytes=peak, peak_reserved_bytes=peak
+        )
+
+    first = StepMemory(step=1, batch_shape=(batch_size, 512), begin=reading(2 * GIB))
+    last = StepMemory(
+        step=9,
+        batch_shape=(batch_size, 512),
+        begin=reading(begin),
+        after_forward=reading(peak),
+        added_bytes=peak - begin,
+    )
+    events = (
+        Block(10, peak - begin, grows=True),
+        Block(2, -2 * GIB),
+        Block(11, 2 * GIB, grows=True),
+        Block(11, -2 * GIB),
+        Block(10, begin - peak),
+        Block(12, 2 * GIB),
+    )
+    held = Segment(False, ((1, begin - 2 * GIB, False),)), Segment(False, ((2, 2 * GIB, False),))
+    recorded = RecordedSteps(segments=held, steps=(RecordedStep(9, (batch_size, 512), events),))
+    return RankMemory(
+        latest=reading(begin),
+        holdings=MemoryHoldings(
+            parameters_bytes=2 * GIB, gradients_bytes=2 * GIB, gradients_kept_bytes=2 * GIB, optimizer_bytes=3 * GIB
+        ),
+        first_step=first,
+        last_step=last,
+        recorded=recorded,
+        peaks_bytes={"forward": peak},
+    )
+
+
+def an_error(
+    *,
+    requested: int = 200 * MIB,
+    allocated: int = 22 * GIB,
+    cached: int = 0,
+    free: int = 10 * MIB,
+    others: Mapping[int, int] = {},
+    allowed: int | None = None,
+    **known: Any,
+) -> OutOfMemory:
+    """Return an error of torch on a GPU of 24 GiB, where forward could not allocate ``requested`` bytes."""
+    message = OutOfMemoryMessage(
+        source="allocator",
+        name="torch",
+        requested_bytes=requested,
+        total_bytes=24 * GIB,
+        free_bytes=free,
+        allocated_bytes=allocated,
+        cached_bytes=cached,
+        others_bytes=others,
+        allowed_bytes=allowed,
+    )
+    model = ModelSize(parameters_bytes=2 * GIB, gradients_bytes=2 * GIB, optimizer_bytes=3 * GIB, fusible=("AdamW",))
+    return OutOfMemory(
+        **{"message": message, "phase": "training_step/forward", "step": 12, "uuid": "GPU-0", "model": model, **known}
+    )
+
+
+def failed(**options: Any) -> MemoryFacts:
+    """Return the same error of a run on this GPU."""
+    return MemoryFacts(gpu_run(STEP, 95.0), an_error(**options))
+
+
+STEPS_OF_64 = counted_steps(64, 8 * GIB, 18 * GIB)
+
+
+# --- stalls ------------------------------------------------------------------------------------------------------
+
+
+def a_stack(*calls: str) -> tuple[Frame, ...]:
+    """Return a stack of ``file:function`` calls; those in ``train.py`` are the user's program."""
+    split = [call.partition(":") for call in calls]
+    return tuple(Frame(file, 7, function, file != "train.py") for file, _, function in split)
+
+
+def a_stall(phase: str = FORWARD, *ranks: RankFacts, **facts: Any) -> StallFacts:
+    """Return a stalled training process that waits in a function of the user."""
+    defaults = {"process": ProcessFacts(100, stack=a_stack("train.py:wait"))}
+    return StallFacts(phase=phase, ranks=ranks, **{**defaults, **facts})
+
+
+def a_rank(number: int, *calls: Call, **facts: Any) -> RankFacts:
+    """Return a stalled rank with these calls in the default group."""
+    defaults: dict[str, Any] = {"node": 0, "pid": 100 + number, "epoch": 1, "step": 5, "phase": FORWARD}
+    if calls:
+        defaults["groups"] = (GroupCalls("nccl 0", "", calls),)
+        defaults["waits_in"] = next((call.text for call in calls if not call.is_done), None)
+    return RankFacts(rank=number, has_stalled=True, **{**defaults, **facts})

@@ -21,7 +21,7 @@ from slurm_cluster import wait_for
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.advice.causes.memory import leftover_process, other_processes
 from lightning_gpu_tools.advice.causes.time import shared_gpu
-from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, an_error
+from lightning_gpu_tools.advice.examples import FLAT, GIB, an_error
 from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.gpus.readings import GpuReading

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.collectives import collective_of, hanging_call
+from lightning_gpu_tools.advice.examples import a_rank, a_stack, a_stall
 from lightning_gpu_tools.advice.findings import Finding
-from lightning_gpu_tools.advice.stall_examples import a_rank, a_stack, a_stall
 from lightning_gpu_tools.advice.stalls import explain
 from lightning_gpu_tools.training.phases import FORWARD, RANK_WAIT
 from lightning_gpu_tools.training.stall_facts import Call, GroupCalls, RankFacts

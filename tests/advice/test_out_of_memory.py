@@ -13,8 +13,7 @@ from out_of_memory_texts import torch_text
 
 from lightning_gpu_tools.advice import examples
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import GIB, gpu_run
-from lightning_gpu_tools.advice.memory_examples import FLAT, GROWING, MIB, an_error, counted_steps
+from lightning_gpu_tools.advice.examples import FLAT, GIB, GROWING, MIB, an_error, counted_steps, gpu_run
 from lightning_gpu_tools.advice.order import MEMORY_CAUSES
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage, is_out_of_memory, parse
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.advice.stall_examples import a_rank, a_stack, a_stall
+from lightning_gpu_tools.advice.examples import a_rank, a_stack, a_stall
 from lightning_gpu_tools.advice.stall_patience import FACTOR, MIN_S, RARE_S, Patience, is_excused
 from lightning_gpu_tools.advice.stalls import explain
 from lightning_gpu_tools.training.phases import (

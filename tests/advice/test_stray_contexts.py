@@ -9,8 +9,7 @@ import pytest
 
 from lightning_gpu_tools.advice.causes.memory.stray_contexts import stray_contexts
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import GIB, STEP, gpu_run
-from lightning_gpu_tools.advice.memory_examples import FLAT, MIB, an_error
+from lightning_gpu_tools.advice.examples import FLAT, GIB, MIB, STEP, an_error, gpu_run
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import HeldContext
 

@@ -11,8 +11,7 @@ import pytest
 from sample_report import GIB, REPORT, TRAINED, with_finding
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import gpu_run
-from lightning_gpu_tools.advice.memory_examples import an_error
+from lightning_gpu_tools.advice.examples import an_error, gpu_run
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.processes import process_id
 from lightning_gpu_tools.reports.last_run import Need, last_need, need_of

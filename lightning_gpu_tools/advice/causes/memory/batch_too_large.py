@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause
+from lightning_gpu_tools.advice.examples import FLAT, GIB, STEPS_OF_64, counted_steps, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, STEPS_OF_64, counted_steps, failed
 from lightning_gpu_tools.advice.memory_remedies import (
     in_validation,
     largest_lines,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.memory_examples import failed
 from lightning_gpu_tools.advice.memory_remedies import more_room
 from lightning_gpu_tools.advice.out_of_memory import LOADING_CHECKPOINT, SETUP, MemoryFacts
 from lightning_gpu_tools.units import format_bytes

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import FLAT, GIB, GROWING, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
 from lightning_gpu_tools.advice.lines import holding
-from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, GROWING, failed
 from lightning_gpu_tools.advice.memory_remedies import fewer_workers, in_validation, why_host_is_full
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, OutOfMemory
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine

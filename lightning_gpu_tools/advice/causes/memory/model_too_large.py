@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause
+from lightning_gpu_tools.advice.examples import FLAT, GIB, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, failed
 from lightning_gpu_tools.advice.memory_remedies import another_gpu, is_32, needed, raised_limit, sharded
 from lightning_gpu_tools.advice.out_of_memory import SETUP, MemoryFacts, ModelSize
 from lightning_gpu_tools.units import format_bytes

@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause
+from lightning_gpu_tools.advice.examples import FLAT, MIB, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.memory_examples import FLAT, MIB, failed
 from lightning_gpu_tools.advice.memory_remedies import more_room, sharded
 from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
 from lightning_gpu_tools.training.phases import BACKWARD, OPTIMIZER

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause, Shape
+from lightning_gpu_tools.advice.examples import STEPS_OF_64, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.memory_examples import STEPS_OF_64, failed
 from lightning_gpu_tools.advice.memory_remedies import in_validation, levers, raised_limit
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, OutOfMemory
 from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, OUTSIDE_LOOP, base_phase

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import FLAT, GIB, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, failed
 from lightning_gpu_tools.advice.memory_remedies import needed_bytes
 from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.causes.memory.batch_too_large import has_fitted
+from lightning_gpu_tools.advice.examples import FLAT, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
 from lightning_gpu_tools.advice.lines import holding
-from lightning_gpu_tools.advice.memory_examples import FLAT, failed
 from lightning_gpu_tools.advice.memory_remedies import fewer_workers, more_room, why_host_is_full
 from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
