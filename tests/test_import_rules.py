@@ -33,6 +33,7 @@ HOMES: dict[str, set[str]] = {
 # Decisions on data: they use nothing but the standard library, and nothing of it that asks the world outside.
 PURE = [
     "advice/*",
+    "advice/causes/*",
     "advice/causes/*/*",
     "selection/ranking",
     "selection/visibility",

@@ -170,22 +170,11 @@ def lost_time(
 ) -> Finding:
     """Return a finding on this share of the wall time.
 
-    Args:
-        run: The measurements.
-        cause: Name of the cause.
-        share: Share of the wall time.
-        begins: The beginning of the reason, before "... % of the wall time".
-        advice: The change to make.
-        evidence: Numbers and texts; ``None`` = unknown.
-        phase: The phase of the training thread that it is about, if it is one.
-        per_step_s: Its seconds per step.
-        detail: More numbers, in parentheses; by default ``per_step_s``.
-        lines: Phases, or groups of them, whose source lines it reports.
-        whose: Words for the time spent in these lines.
-        has_function: Whether a function is to be found, if no line is known.
-        basis: ``measured`` or ``heuristic``.
-        avoidable: The removable part of the share, by default all.
-        lower: Lower bound of the share, if it was sampled or may be due to chance.
+    ``begins`` is the beginning of the reason, before "... % of the wall time", and ``detail`` more numbers after it,
+    by default the seconds per step. ``lines`` are phases, or groups of them, whose source lines it reports; ``whose``
+    names their time, and ``has_function`` says to look for a function if no line is known. ``avoidable`` is the
+    removable part of the share, by default all, and ``lower`` its lower bound if it was sampled or may be due to
+    chance.
     """
     if per_step_s is not None:
         evidence = {**evidence, "ms_per_step": 1e3 * per_step_s}

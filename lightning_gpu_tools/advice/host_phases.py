@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import MIN_CEILING, Finding, ceiling, lost_time, mean_interval
+from lightning_gpu_tools.training.phases import base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
 
@@ -68,6 +70,15 @@ def _repeated(run: RunMeasurements, group: str, share: float) -> float:
         return 1.0
     interval = mean_interval(seconds)
     return 1.0 if interval is None else min(1.0, interval[0] / fmean(seconds))
+
+
+def longest_group(run: RunMeasurements, without: Sequence[str]) -> tuple[str, float]:
+    """Return the group of phases that takes most time, apart from some, and its seconds."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for phase, phase_s in run.phase_s.items():
+        if base_phase(phase) not in without:
+            seconds[base_phase(phase)] += phase_s
+    return max(seconds.items(), key=lambda item: item[1], default=("", 0.0))
 
 
 def times_less(share: float, rest: float = _REST_SHARE) -> int:

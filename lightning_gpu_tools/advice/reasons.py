@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from lightning_gpu_tools.advice.findings import (
     gain,
     label_of,
 )
+from lightning_gpu_tools.advice.host_phases import longest_group
 from lightning_gpu_tools.training.phases import PAUSES, TRAINING_STEP, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_duration
@@ -85,20 +85,11 @@ def of_short_run(
     options = " and ".join(name for name, is_short in too_few.items() if is_short)
     longer = "Train longer" if run.stage == "fit" else "Use more data"
     change = f"{longer}, or lower {options} of {'GPUUtilizationAdvisor' if run.has_trainer else 'watch()'}."
-    group, longest_s = _longest(run, (TRAINING_STEP, UNEXPLAINED, *PAUSES))
+    group, longest_s = longest_group(run, (TRAINING_STEP, UNEXPLAINED, *PAUSES))
     if longest_s and longest_s >= MAX_UNNAMED * run.wall_s:
         share = f"{100 * longest_s / run.wall_s:.0f} % of the wall time"
         reason = f"So far: {label_of(group)}, {share}; too short for a verdict. {reason}"
     return reason, change
-
-
-def _longest(run: RunMeasurements, without: Sequence[str]) -> tuple[str, float]:
-    """Return the group of phases that takes most time, apart from some, and its seconds."""
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for phase, phase_s in run.phase_s.items():
-        if base_phase(phase) not in without:
-            seconds[base_phase(phase)] += phase_s
-    return max(seconds.items(), key=lambda item: item[1], default=("", 0.0))
 
 
 def _harmless(run: RunMeasurements, left_out: Sequence[LeftOut]) -> str:
@@ -109,7 +100,7 @@ def _harmless(run: RunMeasurements, left_out: Sequence[LeftOut]) -> str:
     if run.on_gpu:
         longest = max(left_out, key=lambda one: one.finding.share, default=None)
         return "" if longest is None else f"{longest.finding.why.removesuffix('.')}, but {longest.reason}."
-    group, seconds = _longest(run, (TRAINING_STEP,))
+    group, seconds = longest_group(run, (TRAINING_STEP,))
     if seconds < MAX_UNNAMED * run.wall_s:
         return ""
     about = [one for one in left_out if group == base_phase(str(one.finding.evidence.get("phase")))]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_gpu_tools.advice.causes.order import STALL_CAUSES
 from lightning_gpu_tools.advice.findings import Finding
-from lightning_gpu_tools.advice.order import STALL_CAUSES
 from lightning_gpu_tools.advice.stall_words import during
 from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
 from lightning_gpu_tools.units import format_duration, printable

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightning_gpu_tools.advice.causes.order import TIME_CAUSES
 from lightning_gpu_tools.advice.findings import Finding, Verdict
 from lightning_gpu_tools.advice.idle_in_step import few_active_sms, is_tiny
-from lightning_gpu_tools.advice.order import TIME_CAUSES
 from lightning_gpu_tools.advice.reasons import LeftOut
 from lightning_gpu_tools.training.phases import TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements

@@ -12,8 +12,8 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from lightning_gpu_tools.advice.cause import LOADER_SETTINGS
+from lightning_gpu_tools.advice.causes.order import MEMORY_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.findings import Finding, label_of, mean_interval, median_interval
-from lightning_gpu_tools.advice.order import MEMORY_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.files import last_modified, matching
 from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report
@@ -87,7 +87,11 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
         for name in names
         if old.settings.get(name) != new.settings.get(name)
     )
-    findings = old.diagnosis.findings if _is_same_program(new, old) else ()
+    findings = (
+        old.diagnosis.findings
+        if all(new.settings.get(name) == old.settings.get(name) for name in _SAME_PROGRAM)
+        else ()
+    )
     advised = {setting for finding in findings for setting in _advised(finding)}
     followed = tuple(change for change in changes if change.setting in advised)
     reasons = [
@@ -120,10 +124,6 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
         doubt=_doubt(new, old, followed) if followed and verdict == "faster" else None,
         **speed,
     )
-
-
-def _is_same_program(new: Report, old: Report) -> bool:
-    return all(new.settings.get(name) == old.settings.get(name) for name in _SAME_PROGRAM)
 
 
 def _advised(finding: Finding) -> Sequence[str]:

@@ -10,12 +10,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from lightning_gpu_tools.advice.causes.order import MEMORY_CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, label_of
 from lightning_gpu_tools.advice.lines import in_words, seen_in
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_account import OTHER_PROCESSES, PARTS, MemoryAccount, MemoryPart
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
-from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.gpu_table import gpu_lines, gpu_sentences
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, Report
@@ -23,6 +23,7 @@ from lightning_gpu_tools.training.memory_readings import MemoryLine
 from lightning_gpu_tools.training.phases import IN_WORKER, RANK_WAIT, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, line_width, printable, wrapped
 
+_EARLY_WARNINGS = {name for name, cause in MEMORY_CAUSES.items() if cause.find_early is not None}
 _MAX_PARAGRAPH = 1000  # ten lines; our longest advice has five
 # For a report that is not full. After training, the paths of the files follow within 80 lines.
 _MAX_LINES = 76
@@ -101,16 +102,16 @@ def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
         yield f"{state} This report shows its state after {format_duration(report.wall_s)}."
     stalls = sorted(report.stalls, key=lambda one: -one.lasted_s)
     shown = stalls if full else stalls[:_MAX_STALLS]
-    yield from map(stall_line, shown)
+    for stall in shown:
+        lasted, continued = format_duration(stall.lasted_s), ", then training continued" * stall.is_over
+        yield f"No progress for {lasted} at step {stall.step}{continued}: {printable(stall.why, 800)}"
     if len(shown) < len(stalls):
         yield f"{len(stalls) - len(shown)} shorter stalls are in {FILE_NAME}."
     yield from gpu_sentences(report.gpus, full=full)
     if report.gpu_note:
         yield report.gpu_note
-    if diagnosis.verdict != "out_of_memory":  # its next step already includes this
-        yield from (finding.advice for finding in diagnosis.findings if finding.cause == "memory_growth")
-    for finding in diagnosis.findings:  # whatever the verdict
-        if finding.cause == "stray_contexts" and finding.advice not in diagnosis.next_step:
+    for finding in diagnosis.findings:
+        if finding.cause in _EARLY_WARNINGS and finding.advice not in diagnosis.next_step:
             yield finding.advice
     yield from _rank_line(report)
     idle = [
@@ -210,13 +211,6 @@ def _pace(report: Report) -> str:
     return f"{steps} ({', '.join(known)})" if known else steps
 
 
-def stall_line(stall: Stall) -> str:
-    """Return how long and why training made no progress."""
-    continued = ", then training continued" if stall.is_over else ""
-    lasted = format_duration(stall.lasted_s)
-    return f"No progress for {lasted} at step {stall.step}{continued}: {printable(stall.why, 800)}"
-
-
 def loader_line(loader: LoaderResult) -> str:
     """Return a sentence about the result of NumWorkersFinder."""
     if loader.settings is None or not loader.seconds:
@@ -254,7 +248,10 @@ def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str
         samples[one.phase] += one.samples
     rows: list[tuple[str, str, str, str]] = []
     for phase, whole in samples.most_common():
-        shown = _label_of_lines(phase)
+        group, _, name = phase.partition("/")
+        shown = f"{label_of(group)}: {printable(name)}" if name else label_of(group)
+        if phase == IN_WORKER:
+            shown = "loading in a worker"
         shares = seen_in([one for one in report.lines if one.phase == phase], phase)
         rows += (
             (shown, f"{100 * line.share:.0f} %", str(line), f"{line.samples:,}")
@@ -270,13 +267,6 @@ def _source_lines(report: Report) -> list[str]:
         for phase, share, line, samples in line_rows(report, full=True)
     ]
     return ["Source lines, by phase", *map(_wrapped, rows)] if rows else []
-
-
-def _label_of_lines(phase: str) -> str:
-    if phase == IN_WORKER:
-        return "loading in a worker"
-    group, _, name = phase.partition("/")
-    return f"{label_of(group)}: {printable(name)}" if name else label_of(group)
 
 
 def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -392,8 +382,7 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
         branches.append((line(group, sum(parts.values())), shown))
     whole = format_bytes(whole_bytes)
     if account.used_bytes is None:
-        why = "reports no total" if account.total_bytes is None else "was read before torch reserved it"
-        head = f"Memory of {gpu}: {whole} reserved by torch (the driver {why})"
+        head = f"Memory of {gpu}: {whole} reserved by torch"
     else:
         free = "" if account.free_bytes is None else f", {format_bytes(account.free_bytes)} free"
         explained = 100 * (account.explained_share or 0.0)

@@ -169,20 +169,6 @@ def test_idle_time_in_a_step_goes_to_one_reason_or_two(
     assert line is not None or not idle.syncs
 
 
-SYNCS = {
-    "the GPU and the host take turns": (gpu_run(STEP, 50.0, **watched(line=42)), 2.0),
-    "the host hardly waits": (gpu_run(STEP, 50.0, **watched(line=42), lines=sampled(20, 80)), 1.25),
-}
-
-
-@pytest.mark.parametrize(("run", "ceiling"), SYNCS.values(), ids=SYNCS)
-def test_without_a_sync_a_step_takes_as_long_as_the_slower_of_host_and_gpu(
-    run: RunMeasurements, ceiling: float
-) -> None:
-    finding = next(one for one in diagnose(run).findings if one.cause == "device_sync")
-    assert finding.ceiling == pytest.approx(ceiling)
-
-
 def test_a_phase_is_blamed_only_if_it_covers_most() -> None:
     quick = {"data_loading": 0.001, "forward": 0.010}
     finding = first(gpu_run(STEP, 99.0, **ranks(quick, {"data_loading": 0.014, "forward": 0.022})))

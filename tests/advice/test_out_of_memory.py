@@ -14,7 +14,6 @@ from out_of_memory_texts import torch_text
 from lightning_gpu_tools.advice import examples
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import FLAT, GIB, GROWING, MIB, an_error, counted_steps, gpu_run
-from lightning_gpu_tools.advice.order import MEMORY_CAUSES
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage, is_out_of_memory, parse
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.memory_readings import (
@@ -235,11 +234,6 @@ def test_the_step_and_the_lines_that_hold_the_memory_are_named(options: dict[str
     evidence = diagnose(RUN, out_of_memory=oom).findings[0].evidence
     assert evidence["asked_at"] == "train.py:5 in training_step"
     assert evidence.get("source_lines") == ("net.py:41 in forward (9.00 GiB)" if NET in oom.lines else None)
-
-
-def test_a_long_batch_is_told_by_its_numbers_and_what_would_fit() -> None:
-    _, text = said(MEMORY_CAUSES["spike"].sick.oom)
-    assert "This batch has 4 times as many elements as usual (64 x 2048; median 32,768)." in text
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from measured_runs import run_of
 
-from lightning_gpu_tools.advice.causes.time.slow_steps import _period
 from lightning_gpu_tools.advice.diagnosis import diagnose
 
 WARM_UP = 20
@@ -97,20 +94,3 @@ def test_longer_batches_explain_slow_steps() -> None:
     first = diagnose(run_of(varying)).findings[0]
     assert (first.cause, first.basis, first.evidence["batch_items_times"]) == ("slow_steps", "heuristic", 5)
     assert "Put samples of similar length into one batch" in first.advice
-
-
-@given(
-    st.integers(2, 500), st.integers(0, 500), st.integers(5, 64), st.randoms(use_true_random=False), st.floats(0, 0.15)
-)
-def test_a_period_that_is_found_is_the_true_one(
-    every_steps: int, first: int, count: int, chance: random.Random, missed: float
-) -> None:
-    due = [first + i * every_steps for i in range(count)]
-    seen = [number for i, number in enumerate(due) if i < 4 or chance.random() >= missed]
-    assert _period(seen) == every_steps
-
-
-@given(st.integers(4, 64), st.integers(0, 10**6))
-def test_steps_at_random_hardly_ever_have_a_period(count: int, seed: int) -> None:
-    found = _period(sorted(random.Random(seed).sample(range(10_000), count)))
-    assert found is None or count < 10

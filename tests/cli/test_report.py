@@ -35,13 +35,6 @@ def test_it_prints_the_report_again(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert lines.count("```text") == lines.count("```") == 1
 
 
-def test_a_missing_report_is_an_error_with_its_path(run_cli: RunCli, tmp_path: Path) -> None:
-    result = run_cli("report", str(tmp_path / "nowhere"))
-    assert (result.returncode, result.stdout) == (1, "")
-    assert str(tmp_path / "nowhere") in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = tuple(0.05 + 0.0001 * (i % 7) for i in range(40))
     old = replace(REPORT, step_s_blocks=blocks)

@@ -15,7 +15,6 @@ from lightning_gpu_tools.advice.memory_account import PARTS, OtherProcess
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.reports.gpu_table import COLUMNS, gpu_lines
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.reports.schema import from_json, to_json
@@ -110,18 +109,6 @@ def test_the_json_of_a_large_job_is_small() -> None:
     text = to_json(report)
     assert len(text) < 1.5e6
     assert from_json(text) == report
-
-
-# The most that a GPU of today reports, by the unit of a column.
-MOST = {"%": 100.0, "GiB": 282 * GIB, "W": 1200.0, "C": 99.0}
-
-
-@pytest.mark.parametrize(("count", "width"), [(16, 80), (1024, 100)])
-def test_all_columns_together_fit_a_screen(count: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    most = {column.field: MOST[column.unit] for column in COLUMNS}
-    report = with_odd(of_size(count), dict.fromkeys(range(count), most))
-    assert max(map(len, gpu_lines(report.gpus))) <= width
 
 
 OTHER_PERCENTS = (

@@ -90,15 +90,6 @@ def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("total_bytes", "why"), [(None, "reports no total"), (2**37, "was read before torch reserved it")]
-)
-def test_memory_that_the_driver_has_not_counted_says_why(total_bytes: int | None, why: str) -> None:
-    account = replace(REPORT.memory[0], total_bytes=total_bytes, used_bytes=None, free_bytes=None)
-    text = render_text(replace(REPORT, memory=(account,)), full=True)
-    assert f"Memory of GPU 3: 60.0 GiB reserved by torch (the driver {why})" in text
-
-
 def test_a_field_of_a_later_version_is_ignored() -> None:
     data = json.loads(to_json(REPORT))
     data["news"] = data["gpus"][0]["news"] = data["diagnosis"]["news"] = [-1, "x" * 20_001]

@@ -33,7 +33,8 @@ def find(facts: StallFacts) -> Iterator[Finding]:
     if not gone + behind:
         return
     rank = (gone + behind)[0]
-    why, next_step = _left(rank, facts.ranks) if gone else _works(rank)
+    where = f"All ranks wait for rank {rank.rank}, at step {rank.step}, {during(rank.phase)}."
+    why, next_step = _left(rank, facts.ranks) if gone else (f"{where} {rank.why}", rank.next_step)
     yield new_finding("rank_behind", why if call is None else f"{why} {call}", [next_step], {"rank": rank.rank})
 
 
@@ -47,11 +48,6 @@ def _left(rank: RankFacts, ranks: Sequence[RankFacts]) -> tuple[str, str]:
     silent = f"Rank {rank.rank} (PID {rank.pid} on node {rank.node}) has been silent for"
     since = f"{format_duration(rank.silent_s)}, since step {rank.step}, {during(rank.phase)}"
     return f"{silent} {since}; {wait}", _SILENCE
-
-
-def _works(rank: RankFacts) -> tuple[str, str]:
-    where = f"All ranks wait for rank {rank.rank}, at step {rank.step}, {during(rank.phase)}."
-    return f"{where} {rank.why}", rank.next_step
 
 
 CAUSE = Cause(

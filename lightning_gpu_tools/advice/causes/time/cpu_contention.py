@@ -8,13 +8,13 @@ Other findings count the same time again if they include it.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import contended
 from lightning_gpu_tools.advice.findings import Evidence, Finding, lost_time
-from lightning_gpu_tools.training.phases import PAUSES, RANK_WAIT, base_phase
+from lightning_gpu_tools.advice.host_phases import longest_group
+from lightning_gpu_tools.training.phases import PAUSES, RANK_WAIT
 from lightning_gpu_tools.training.run_measurements import MANY_THREADS, CoreFacts, LoadingFacts, RunMeasurements
 from lightning_gpu_tools.units import format_duration, printable
 
@@ -49,20 +49,11 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         share,
         begins="Waiting for a CPU core takes",
         advice=advice,
-        phase=_longest_phase(run),
+        phase=longest_group(run, (RANK_WAIT, *PAUSES))[0],  # the wait is measured only in total
         per_step_s=per_step_s,
         evidence=evidence,
         detail=f"{format_duration(per_step_s)} per step; {taken_by}",
     )
-
-
-def _longest_phase(run: RunMeasurements) -> str:
-    """Return the longest phase of the steps, for the tree of the report: the wait is measured only in total."""
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for phase, phase_s in run.phase_s.items():
-        if base_phase(phase) not in (RANK_WAIT, *PAUSES):
-            seconds[base_phase(phase)] += phase_s
-    return max(seconds, key=lambda phase: seconds[phase], default="")
 
 
 def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
