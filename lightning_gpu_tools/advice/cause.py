@@ -55,7 +55,6 @@ class Cause(Generic[Facts]):
     takes_over: bool = False  # its time is taken out of later findings on the same phase
     is_in_step: bool = False  # its time in the training step is not unexplained idle time there
     is_however_short: bool = False  # it is reported however little time it takes per step
-    is_of_tiny_models: bool = False  # the only finding on a model that is too small for a GPU, unless another dominates
     # Whether it can be judged without enough steady steps, of which short epochs and frequent validations leave few.
     is_judged_early: Callable[[Facts], bool] = lambda facts: False
     find_searched: Callable[[Facts, LoaderResult], Iterable[Finding]] | None = None  # after a search for settings

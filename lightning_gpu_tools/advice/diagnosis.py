@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.cause import Cause, is_known
-from lightning_gpu_tools.advice.causes.order import TIME_CAUSES
+from lightning_gpu_tools.advice.causes.order import STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.findings import (
     AT_END,
@@ -24,6 +24,7 @@ from lightning_gpu_tools.advice.verdict import Judgment, by_gain, judge
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.stall_facts import StallFacts
 
 _MAX_FINDINGS = 4  # our default: users with more to change start with these
 
@@ -82,6 +83,11 @@ def diagnose(
         step_p50_s=run.step_p50_s,
         step_p95_s=run.step_p95_s,
     )
+
+
+def explain_stall(facts: StallFacts) -> Finding:
+    """Return why training makes no progress: the first cause that applies."""
+    return next(finding for cause in STALL_CAUSES.values() for finding in cause.find(facts))
 
 
 def _find(

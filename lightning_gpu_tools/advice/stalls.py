@@ -1,14 +1,15 @@
-"""A stall: a time without progress in training, the reason, and the text about it."""
+"""A stall: a time without progress in training, and the words for it: of processes, their lines, and phases."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_gpu_tools.advice.causes.order import STALL_CAUSES
-from lightning_gpu_tools.advice.findings import Finding
-from lightning_gpu_tools.advice.stall_words import during
-from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
+from lightning_gpu_tools.training.phases import CALLBACK, LOGGING, PHASES, TRAINING_STEP
+from lightning_gpu_tools.training.stall_facts import SETUP, TEARDOWN, Frame, ProcessFacts, RankFacts
 from lightning_gpu_tools.units import format_duration, printable
+
+_COMPUTES = 0.2  # our default, in cores: a process that uses less is waiting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +43,6 @@ class Stall:
     ranks: tuple[str, ...] = ()
 
 
-def explain(facts: StallFacts) -> Finding:
-    """Return why training makes no progress, by the first cause that applies."""
-    return next(finding for cause in STALL_CAUSES.values() for finding in cause.find(facts))
-
-
 def headline(phase: str, stuck_s: float, step: int) -> str:
     """Return the first sentence about a stall."""
     return f"Training has made no progress for {format_duration(stuck_s)}, {during(phase)} at step {step}."
@@ -61,3 +57,35 @@ def describe_rank(rank: RankFacts) -> str:
     else:
         state = during(rank.phase) if rank.waits_in is None else f"waiting in {printable(rank.waits_in)}"
     return f"rank {rank.rank}: step {rank.step} of epoch {rank.epoch}, {state}"
+
+
+def is_idle(process: ProcessFacts) -> bool:
+    """Return whether a process waits instead of computing."""
+    return process.cpu_share < _COMPUTES
+
+
+def does(process: ProcessFacts) -> str:
+    """Return a process's activity and its source line: ``"waits for a lock in __getitem__ (data.py:41)"``."""
+    if process.waits_for == "storage":
+        activity = "waits for storage" + (f" ({printable(process.file)})" if process.file else "")
+    elif not is_idle(process):
+        activity = f"computes ({100 * process.cpu_share:.0f} % of a core)"
+    else:
+        activity = "waits for a lock" if process.waits_for == "lock" else "waits"
+    return activity + where(process.stack)
+
+
+def where(stack: Sequence[Frame]) -> str:
+    """Return the innermost call in the user's program: ``" in __getitem__ (data.py:41)"``; empty without a stack."""
+    frame = next((frame for frame in reversed(stack) if not frame.is_library), stack[-1] if stack else None)
+    return "" if frame is None else f" in {printable(frame.function)} ({printable(frame.file)}:{frame.line})"
+
+
+def during(phase: str) -> str:
+    """Return a phase as a phrase: ``"while waiting for data"``."""
+    base, _, name = phase.partition("/")
+    if name and base in (CALLBACK, LOGGING, TRAINING_STEP):
+        return f"in {printable(name)}"
+    words = {SETUP: "during setup", TEARDOWN: "after its last step", TRAINING_STEP: "in the training step"}
+    label = PHASES[base].label if base in PHASES else printable(base)
+    return words.get(base) or (f"while {label}" if label.split()[0].endswith("ing") else f"in {label}")

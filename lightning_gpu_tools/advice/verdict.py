@@ -63,13 +63,6 @@ def _of_busy_percent(
     if not found or rest >= _MIN_UNNAMED_IDLE:
         explain = next(cause.explain_rest for cause in TIME_CAUSES.values() if cause.explain_rest is not None)
         found = [*found, explain(run, rest if found else idle)]
-    if is_tiny(run):
-        return Judgment("low", [_cause_of_tiny(sorted(found, key=by_gain), idle)])
+    if is_tiny(run):  # a model that is too small for a GPU has one cause
+        return Judgment("low", sorted(found, key=by_gain)[:1])
     return Judgment("low", [*found, *remarks])
-
-
-def _cause_of_tiny(found: Sequence[Finding], idle: float) -> Finding:
-    """Return the one finding to report on a model that is too small for a GPU: a host cause if it dominates."""
-    first = next((one for one in found if TIME_CAUSES[one.cause].explain_rest is None), found[0])
-    own = next((one for one in found if TIME_CAUSES[one.cause].is_of_tiny_models), first)
-    return first if first.share >= idle / 2 else own

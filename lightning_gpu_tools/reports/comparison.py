@@ -87,11 +87,8 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
         for name in names
         if old.settings.get(name) != new.settings.get(name)
     )
-    findings = (
-        old.diagnosis.findings
-        if all(new.settings.get(name) == old.settings.get(name) for name in _SAME_PROGRAM)
-        else ()
-    )
+    is_same_program = all(new.settings.get(name) == old.settings.get(name) for name in _SAME_PROGRAM)
+    findings = old.diagnosis.findings if is_same_program else ()
     advised = {setting for finding in findings for setting in _advised(finding)}
     followed = tuple(change for change in changes if change.setting in advised)
     reasons = [

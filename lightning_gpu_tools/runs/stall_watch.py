@@ -16,9 +16,9 @@ from typing import Any, Literal
 import msgspec
 
 from lightning_gpu_tools.advice.collectives import collective_of
+from lightning_gpu_tools.advice.diagnosis import explain_stall
 from lightning_gpu_tools.advice.stall_patience import Patience, is_excused, limit_s
-from lightning_gpu_tools.advice.stall_words import where
-from lightning_gpu_tools.advice.stalls import Stall, describe_rank, explain, headline
+from lightning_gpu_tools.advice.stalls import Stall, describe_rank, headline, where
 from lightning_gpu_tools.errors import StalledTrainingWarning
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
@@ -207,7 +207,7 @@ class StallWatch:
         )
         if facts is None:
             return rank
-        found, stack = explain(facts), facts.process.stack
+        found, stack = explain_stall(facts), facts.process.stack
         return replace(
             rank,
             has_stalled=True,
@@ -249,7 +249,7 @@ class StallWatch:
     # Reporting
 
     def _report(self, facts: StallFacts) -> None:
-        found, lasted_s, step = explain(facts), self._patience.stuck_s, self._clock.steps
+        found, lasted_s, step = explain_stall(facts), self._patience.stuck_s, self._clock.steps
         waited_for = found.evidence.get("rank")
         rank = next((rank for rank in facts.ranks if rank.rank == waited_for and rank.stack), self._own_rank())
         whose = "" if waited_for is None else f" of rank {rank.rank}"

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.collectives import collective_of, hanging_call
+from lightning_gpu_tools.advice.diagnosis import explain_stall
 from lightning_gpu_tools.advice.examples import a_rank, a_stack, a_stall
 from lightning_gpu_tools.advice.findings import Finding
-from lightning_gpu_tools.advice.stalls import explain
 from lightning_gpu_tools.training.phases import FORWARD, RANK_WAIT
 from lightning_gpu_tools.training.stall_facts import Call, GroupCalls, RankFacts
 
@@ -18,7 +18,7 @@ DONE, OPEN = Call(3, REDUCE, True), Call(4, REDUCE, False)
 
 
 def explained(*ranks: RankFacts) -> Finding:
-    return explain(a_stall(FORWARD, *ranks))
+    return explain_stall(a_stall(FORWARD, *ranks))
 
 
 def of_groups(rank: int, *groups: GroupCalls) -> RankFacts:

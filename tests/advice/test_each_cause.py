@@ -11,9 +11,8 @@ import pytest
 
 from lightning_gpu_tools.advice.causes import memory, stalls, time
 from lightning_gpu_tools.advice.causes.order import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
-from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.diagnosis import diagnose, explain_stall
 from lightning_gpu_tools.advice.examples import STEP, gpu_run
-from lightning_gpu_tools.advice.stalls import explain
 
 TRAINING = gpu_run(STEP, 95.0)
 
@@ -57,7 +56,7 @@ def test_an_error_with_the_cause_has_it_first_and_a_similar_one_has_not(name: st
 
 @pytest.mark.parametrize("name", STALL_CAUSES)
 def test_a_stall_with_the_cause_has_it_and_a_similar_one_has_not(name: str) -> None:
-    sick = explain(STALL_CAUSES[name].sick)
+    sick = explain_stall(STALL_CAUSES[name].sick)
     assert sick.cause == name
     assert all((sick.why, sick.advice))
-    assert explain(STALL_CAUSES[name].healthy).cause != name
+    assert explain_stall(STALL_CAUSES[name].healthy).cause != name

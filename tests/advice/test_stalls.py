@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_gpu_tools.advice.diagnosis import explain_stall
 from lightning_gpu_tools.advice.examples import a_rank, a_stack, a_stall
 from lightning_gpu_tools.advice.stall_patience import FACTOR, MIN_S, RARE_S, Patience, is_excused
-from lightning_gpu_tools.advice.stalls import explain
 from lightning_gpu_tools.training.phases import (
     CHECKPOINT,
     DATA_LOADING,
@@ -141,7 +141,7 @@ WORKERS = (ProcessFacts(100, waits_for="lock", stack=a_stack("train.py:decode"))
     ],
 )
 def test_the_wait_of_a_process_is_named(facts: dict[str, Any], cause: str, words: str) -> None:
-    found = explain(a_stall(**{"phase": DATA_LOADING, "workers": WORKERS, **facts}))
+    found = explain_stall(a_stall(**{"phase": DATA_LOADING, "workers": WORKERS, **facts}))
     assert found.cause == cause
     assert words in found.why
 
@@ -166,15 +166,15 @@ LOADS = a_rank(1, phase=DATA_LOADING, why="It waits in __getitem__ (data.py:12).
     ],
 )
 def test_the_rank_that_all_wait_for_is_named(rank: RankFacts, why: str) -> None:
-    found = explain(a_stall(FORWARD, WAITS, rank))
+    found = explain_stall(a_stall(FORWARD, WAITS, rank))
     assert (found.cause, found.evidence.get("rank"), found.why) == ("rank_behind", 1, why)
     assert found.advice
-    assert explain(a_stall(FORWARD, rank)).cause == "code"  # alone
+    assert explain_stall(a_stall(FORWARD, rank)).cause == "code"  # alone
 
 
 def test_ranks_that_wait_in_different_places_without_a_record() -> None:
     saves = a_rank(1, waits_in="barrier", line=" in save (train.py:9)", step=6)
-    found = explain(a_stall(FORWARD, WAITS, saves))
+    found = explain_stall(a_stall(FORWARD, WAITS, saves))
     assert (found.cause, found.evidence.get("rank")) == ("collective", None)
     assert found.why == (
         "Ranks wait for each other in different calls: rank 0 in all_reduce in training_step (train.py:7) at step 5; "
@@ -184,9 +184,9 @@ def test_ranks_that_wait_in_different_places_without_a_record() -> None:
 
 def test_uneven_batches_come_before_the_calls_that_differ_for_it() -> None:
     calls = (Call(4, "all_reduce of 5 float32 numbers", False), Call(4, "all_reduce of 7 float32 numbers", False))
-    found = explain(a_stall(FORWARD, *(a_rank(i, calls[i], epoch_steps=13 - i) for i in (0, 1))))
+    found = explain_stall(a_stall(FORWARD, *(a_rank(i, calls[i], epoch_steps=13 - i) for i in (0, 1))))
     assert (found.cause, found.evidence.get("rank")) == ("collective", 1)
     assert found.why.startswith("Rank 1 had 12 batches in an epoch, rank 0 13. Collective no. 4: rank 0 called")
     assert found.advice.startswith("Give every rank the same number of batches: DistributedSampler(")
-    equal = explain(a_stall(FORWARD, *(a_rank(i, calls[i], epoch_steps=13) for i in (0, 1))))
+    equal = explain_stall(a_stall(FORWARD, *(a_rank(i, calls[i], epoch_steps=13) for i in (0, 1))))
     assert equal.why.startswith("Ranks wait for each other in different calls: ")

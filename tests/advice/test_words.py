@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from gpu_cases import MEASURED
 
 from lightning_gpu_tools.advice.causes.order import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
-from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.diagnosis import diagnose, explain_stall
 from lightning_gpu_tools.advice.examples import (
     COPIES,
     LOADER,
@@ -32,7 +32,6 @@ from lightning_gpu_tools.advice.examples import (
     ranks,
 )
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.advice.stalls import explain
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, PHASES, SELF_LOG, TRAINER, base_phase
 from lightning_gpu_tools.training.run_measurements import CoreUser, LoadingFacts, RunMeasurements
@@ -134,7 +133,7 @@ def test_advice_on_a_stage_without_training_is_not_about_training() -> None:
 def texts_of_stalls() -> Iterator[str]:
     for cause in STALL_CAUSES.values():
         for facts in (cause.sick, cause.healthy):
-            found = explain(facts)
+            found = explain_stall(facts)
             yield from (found.why, found.advice)
 
 

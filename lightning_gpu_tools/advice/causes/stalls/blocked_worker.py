@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import a_stack, a_stall
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.stall_words import does, is_idle, where
+from lightning_gpu_tools.advice.stalls import does, is_idle, where
 from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.stall_facts import ProcessFacts, StallFacts
 

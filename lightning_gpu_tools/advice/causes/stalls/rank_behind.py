@@ -12,7 +12,7 @@ from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.collectives import SAME_BATCHES, hanging_call, name_ranks
 from lightning_gpu_tools.advice.examples import a_rank, a_stall
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.stall_words import during
+from lightning_gpu_tools.advice.stalls import during
 from lightning_gpu_tools.training.phases import DATA_LOADING, FORWARD
 from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
 from lightning_gpu_tools.units import format_duration, printable

@@ -67,7 +67,6 @@ CAUSE = Cause(
     find=find,
     is_in_step=True,
     is_however_short=True,  # a larger batch makes launches rarer
-    is_of_tiny_models=True,
     settings=("batch_size",),
     verified_on="hardware",
     sick=gpu_run(STEP, 40.0, **watched(1500)),
