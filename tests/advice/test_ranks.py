@@ -163,6 +163,7 @@ def test_a_straggler_that_is_late_at_times_is_said_to_be(slow_in: set[int], when
 )
 def test_the_advice_fits_the_phase(phase: str, words: str) -> None:
     diagnosis = diagnose(in_lockstep([0.010, 0.030], phase))
+    assert [finding.cause for finding in diagnosis.findings if finding.cause != "unexplained"] == ["straggler"]
     assert diagnosis.next_step.startswith("All ranks wait for rank 1 (node 0), which takes 20 ms per step longer")
     assert words in diagnosis.next_step
 
