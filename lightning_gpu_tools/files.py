@@ -196,10 +196,14 @@ def replacing(path: str) -> Iterator[BinaryIO]:
     Until then, ``path`` keeps its old content, even if the process is killed or the machine loses power. Afterwards,
     the new content is on disk. The file name of an ``OSError`` is ``path``.
     """
-    directory = os.path.dirname(path) or "."
+    directory, target = os.path.dirname(path) or ".", Path(path)
     temporary = ""
     try:
         os.makedirs(directory, exist_ok=True)
+        if target.is_char_device() or target.is_block_device() or target.is_fifo():  # never replace /dev/null
+            with open(path, "wb") as device:
+                yield device
+            return
         sweep(directory)
         temporary, file = _open_temporary(directory)
         with file:

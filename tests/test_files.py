@@ -164,6 +164,15 @@ def test_a_full_disk_is_reported_and_keeps_the_old_file(tmp_path: Path) -> None:
     assert parts(tmp_path) == []
 
 
+def test_no_space_left_is_reported_as_such() -> None:
+    # A device is written to, not replaced; this one is always full.
+    with pytest.raises(OSError, match=r"No space left on device.*/dev/full") as caught:
+        write_checkpoint({"v": torch.zeros(1 << 20)}, "/dev/full")
+    assert caught.value.errno == errno.ENOSPC
+    write_checkpoint({}, os.devnull)
+    assert Path(os.devnull).is_char_device()
+
+
 def test_a_closed_folder_raises_with_the_path(open_folder: Path) -> None:
     closed = open_folder / "closed"
     closed.mkdir()

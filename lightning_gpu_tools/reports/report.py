@@ -70,6 +70,8 @@ class Report:
         gpu_step_s: GPU time of a training step, by part; parts whose time is unknown are absent.
         ranks: Steps of each rank that reported; empty with one rank.
         memory: Memory use of each GPU of the job.
+        allocator_failures: Number of times that torch's allocator ran out of memory on rank 0 and the run continued:
+            the program or cuDNN caught the error, or a search for the largest batch size provoked it.
         stalls: Times in which training made no progress, with the reason.
         failure: Why the run ended and what to do, if known beyond its error.
         loader: Result of NumWorkersFinder, if it finished.
@@ -103,6 +105,7 @@ class Report:
     gpu_step_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     ranks: tuple[RankStep, ...] = ()
     memory: tuple[MemoryAccount, ...] = ()
+    allocator_failures: int = 0
     stalls: tuple[Stall, ...] = ()
     failure: str | None = None
     loader: LoaderResult | None = None

@@ -113,6 +113,11 @@ def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
     for finding in diagnosis.findings:
         if finding.cause in _EARLY_WARNINGS and finding.advice not in diagnosis.next_step:
             yield finding.advice
+    if failures := report.allocator_failures:
+        yield (
+            f"torch's allocator ran out of memory {failures} time{'s' * (failures > 1)}, and the run continued. It "
+            "usually empties its cache first, which waits for the GPU."
+        )
     yield from _rank_line(report)
     idle = [
         f"{_idle_label(phase)} {percent:.0f} %"

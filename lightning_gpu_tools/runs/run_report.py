@@ -108,6 +108,7 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         else {phase: s for phase, s in idle.work_s.items() if base_phase(phase) == TRAINING_STEP},
         ranks=measured.ranks,
         memory=session.ranks.memory_accounts(memory, all_ranks=ended),
+        allocator_failures=ending.allocator_failures,
         stalls=session.stalls,
         failure=None if ending.failure is None else str(ending.failure),
         loader=session.loader_result,

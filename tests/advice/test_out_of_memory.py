@@ -280,7 +280,7 @@ sizes = st.integers(0, 24 * GIB)
 
 @given(
     sizes, sizes, sizes, sizes,
-    st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 2**36)), max_size=20, unique_by=lambda point: point[0]),
+    st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 2**36)), max_size=20),
     st.sampled_from(["training_step/forward", "training_step/optimizer", "validation", "setup", "loading_checkpoint"]),
     st.none() | st.tuples(st.integers(1, 512), st.integers(0, 4096)), st.booleans(),
 )  # fmt: skip

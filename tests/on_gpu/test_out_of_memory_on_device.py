@@ -272,6 +272,7 @@ def test_a_step_that_needs_far_more_for_the_same_batch_is_named(tmp_path: Path) 
     assert first.evidence["step_bytes"] == pytest.approx(2.2 * GIB, rel=0.05)
     assert " in taken" in str(first.evidence["asked_at"])
     assert "times as much as earlier steps (at most 12" in report.diagnosis.why
+    assert report.allocator_failures == 1  # the error at step 4, which did not end the run
 
 
 def test_what_steps_leave_is_named_by_line_before_memory_is_full(tmp_path: Path) -> None:

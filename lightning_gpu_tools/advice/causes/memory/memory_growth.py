@@ -118,13 +118,13 @@ def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[fl
     if sorted(set(sizes)) != sizes or total < max(MIN_SHARE * oom.room_bytes, oom.requested_bytes):
         return None
     since = max(step for step, size in points if size <= points[-1][1] - 0.95 * total)
-    slope = median(
+    slopes = [
         (later - size) / (after - step)
         for i, (step, size) in enumerate(points)
         for after, later in points[i + 1 :]
-        if step >= since
-    )
-    return slope, since, total
+        if since <= step < after
+    ]
+    return (median(slopes), since, total) if slopes else None
 
 
 def pace(growth: MemoryGrowth) -> str:
