@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.selection.picking import list_gpus, select_gpus
     from lightning_gpu_tools.trainer.accelerator import FreeMemoryCUDAAccelerator
     from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
+    from lightning_gpu_tools.trainer.exact_resume import ExactResume
     from lightning_gpu_tools.trainer.gpu_utilization_advisor import GPUUtilizationAdvisor
     from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
     from lightning_gpu_tools.trainer.load_from_checkpoint import load_from_checkpoint
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.training.free_memory import free_memory
 
 _MODULE_OF = {
+    "ExactResume": "trainer.exact_resume",
     "FreeMemoryCUDAAccelerator": "trainer.accelerator",
     "GPUUtilizationAdvisor": "trainer.gpu_utilization_advisor",
     "GPUUtilizationMonitor": "trainer.gpu_utilization_monitor",
@@ -43,6 +45,7 @@ _MODULE_OF = {
 }
 
 __all__ = [
+    "ExactResume",
     "FreeMemoryCUDAAccelerator",
     "GPUUtilizationAdvisor",
     "GPUUtilizationMonitor",

@@ -52,3 +52,15 @@ def checkpoint_keys() -> str:
         f"themselves. The kinds: {', '.join(files['ours'])}. The bad files: {', '.join(harmful['ours'])}. "
         + source("checkpoint_keys.py", "checkpoint_keys"),
     )
+
+
+def exact_resume() -> str:
+    found = results("exact_resume")
+    kinds = [*next(iter(found["exact"].values()))]
+    rows = [(name, *(f"{right[kind]} of {found['kills']}" for kind in kinds)) for name, right in found["exact"].items()]
+    costs = " and ".join(f"{us:.0f} µs with {workers}" for workers, us in found["added_us"].items())
+    return block(
+        table(("ends with the same bits", *kinds), *rows),
+        f"`ExactResume` adds {costs} to a batch in the training thread, and {found['added_bytes'] / 1000:.0f} kB to a "
+        "checkpoint. " + source("exact_resume.py", "exact_resume"),
+    )

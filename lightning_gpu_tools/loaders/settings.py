@@ -47,7 +47,8 @@ def forks_workers(loader: DataLoader[Any]) -> bool:
 def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any, **options: Any) -> DataLoader[Any]:
     """Return a plain DataLoader with other settings that loads the same data as the given one.
 
-    ``indices`` replace its batch sampler or, without one, its sampler; ``options`` override its arguments.
+    ``indices`` replace its batch sampler or, without one, its sampler; ``None`` for an iterable dataset. ``options``
+    override its arguments.
     """
     arguments = {
         **asdict(settings),
@@ -61,7 +62,9 @@ def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any
         arguments["pin_memory_device"] = device
     if not settings.num_workers:  # torch then refuses both
         del arguments["timeout"], arguments["multiprocessing_context"]
-    if loader.batch_sampler is None:
+    if indices is None:
+        arguments |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    elif loader.batch_sampler is None:
         arguments |= {"batch_size": None, "sampler": indices}
     else:
         arguments |= {"batch_size": 1, "batch_sampler": indices}

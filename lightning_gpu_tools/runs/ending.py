@@ -155,7 +155,8 @@ class Ending:
     ) -> None:
         """Record the error that ended training, and its explanation."""
         self.failure, self.out_of_memory = failure, out_of_memory
-        self.outcome = f"stopped by {type(error).__name__} at step {step}"
+        # A run that was asked to stop says how it ended.
+        self.outcome = getattr(error, "outcome", "") or f"stopped by {type(error).__name__} at step {step}"
         if out_of_memory is not None:
             self.outcome = f"out of memory in {out_of_memory.place} at step {step}"
         elif failure is not None:

@@ -94,3 +94,27 @@ def _iterator_over_all(loop: Any) -> object | None:
 def batches_done(loop: Any) -> int:
     """Return the number of batches that validate, test or predict has completed. Lost: the step of an error."""
     return int(getattr(getattr(getattr(loop, "batch_progress", None), "current", None), "completed", 0))
+
+
+def validation_is_due(trainer: Trainer) -> bool:
+    """Return whether validation follows on this step. Lost: a run resumed from this step leaves it out."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    is_due = getattr(epoch_loop, "_should_check_val_fx", lambda fetcher: False)
+    return bool(is_due(getattr(trainer.fit_loop, "_data_fetcher", None)))
+
+
+def logged_results(trainer: Trainer) -> Any:
+    """Return what ``self.log`` has collected in this epoch, by name of hook and metric.
+
+    Lost: an epoch that was resumed logs the mean of the batches after that.
+    """
+    return getattr(trainer.fit_loop.epoch_loop, "_results", {})
+
+
+def end_restart(trainer: Trainer) -> None:
+    """Tell a fit that it goes on as any other, from the first step on.
+
+    Lost: ReduceLROnPlateau misses its step at the end of a resumed epoch.
+    """
+    fit_loop: Any = trainer.fit_loop
+    fit_loop._restarting = False  # the property's setter makes it true again where max_steps is set

@@ -1,0 +1,106 @@
+"""An agreement of all ranks on the point at which a run that is asked to stop saves and ends.
+
+A point is the end of a training or validation batch: (training batches, validation batches since). The training thread
+only notes the points that it reaches. A thread of each rank watches for the request of any rank, publishes the last
+point that its rank has reached, and takes the highest of all. The first point after that is the same on all ranks: a
+rank that comes to a point between its publication and the agreement waits for the agreement.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lightning_gpu_tools.trainer.families import family_of
+from lightning_gpu_tools.training.background import BackgroundJobs
+
+_POLL_S = 0.25  # our default: a request may be this late, of the usual 30 s or more of grace
+_AGREE_TIMEOUT_S = 20.0  # our default: a rank that has not answered by then is lost, and saving would hang
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+Point = tuple[int, int]
+
+
+class Preemption:
+    """The signals that ask this run to stop, and the point at which it does. Ends with :meth:`close`."""
+
+    def __init__(self, rank: int, world_size: int, store: Any, name: str) -> None:
+        self.signal: int | None = None  # the one that this or another rank got, once the ranks have agreed
+        self.requeue: Callable[[], object] | None = None  # saves and requeues the job, if SLURM has a signal for that
+        self._asked: int | None = None
+        self._ranks = range(world_size)
+        self._key = f"lightning_gpu_tools/stop/{name}"
+        self._rank, self._store = rank, store
+        self._reached: Point = (0, 0)
+        self._published = False
+        self._lock = threading.Lock()  # guards the two fields above
+        self._agreed = threading.Event()
+        self._last: Point | None = None  # the highest point that a rank had reached
+        self._jobs = BackgroundJobs()
+        self._before: dict[int, Any] = {}
+        if world_size > 1:
+            self._jobs.add("Watching for a request to stop", self._watch)
+
+    def listen(self, *, was_asked: bool) -> None:
+        """Take the signals over from Lightning, whose handlers broadcast or save at once, in the middle of a step."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if was_asked:
+            self._asked = signal.SIGTERM
+        for number in _SIGNALS:
+            current: Any = signal.getsignal(number)
+            if current == self._ask:
+                continue
+            is_lightnings = callable(current) and family_of(type(current)) is not None
+            if number == signal.SIGTERM or is_lightnings or current is signal.SIG_DFL:  # not a user's own
+                self._before.setdefault(number, current)
+                if is_lightnings and number != signal.SIGTERM:
+                    self.requeue = functools.partial(current, number, None)
+                signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self._asked = number
+
+    def is_due(self, point: Point) -> bool:
+        """Return whether the run stops at this point, which has been reached."""
+        with self._lock:
+            self._reached = point
+            published = self._published
+        if len(self._ranks) == 1:
+            self.signal = self._asked
+            return self._asked is not None
+        if not published:
+            return False
+        return self._agreed.wait(_AGREE_TIMEOUT_S) and self._last is not None and point > self._last
+
+    def _watch(self) -> float:
+        """Publish and read points once a rank has been asked. Runs in a thread."""
+        store, flag = self._store, f"{self._key}/flag"
+        if self._asked is not None and not self._published:
+            store.set(flag, str(self._asked))
+        if not store.check([flag]):
+            return _POLL_S
+        if not self._published:
+            with self._lock:
+                self._published, reached = True, self._reached
+            store.set(f"{self._key}/{self._rank}", json.dumps(reached))
+        keys = [f"{self._key}/{rank}" for rank in self._ranks]
+        if not store.check(keys):
+            return _POLL_S / 10
+        self._last = max((tuple(json.loads(value)) for value in store.multi_get(keys)), default=None)
+        self.signal = int(store.get(flag))
+        self._agreed.set()
+        return math.inf
+
+    def close(self) -> None:
+        """Put the signal handlers back."""
+        self._jobs.close()
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._ask:
+                signal.signal(number, handler)
+        self._before = {}

@@ -1,0 +1,473 @@
+"""Trainings that are killed at some step and resumed with other random numbers, against one that is not."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+
+from lightning_gpu_tools import ExactResume, PortableCheckpointIO
+from lightning_gpu_tools.errors import CheckpointMismatchError
+
+SAMPLES, BATCH = 26, 2
+PROGRAM = Path(__file__).parent.parent / "exact_training.py"
+
+
+class Photos(Dataset[torch.Tensor]):
+    """Samples with augmentation by each of the three global generators."""
+
+    def __init__(self, count: int = SAMPLES) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = random.random() + np.random.randn() + torch.rand(4)
+        return (index + noise).float() / 30
+
+
+class Whole(Photos):
+    """Samples that are fetched by batch."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self[index] for index in indices]
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (Photos()[index] for index in range(SAMPLES))
+
+
+class Shuffled(Sampler[int]):
+    """A sampler of a user that draws index by index."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(SAMPLES):
+            yield np.random.randint(SAMPLES)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class OwnGenerator(Shuffled):
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(SAMPLES):
+            yield int(self.rng.random() * SAMPLES)
+
+
+class Counting(Shuffled):
+    """A sampler that counts its epochs."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(random.Random(self.epoch).sample(range(SAMPLES), SAMPLES))
+
+
+class Model(LightningModule):
+    """Dropout, draws on the host, two schedulers, and metrics that one of them follows."""
+
+    automatic = True
+
+    def __init__(self, load: Callable[[], Any], validation: Callable[[], Any] | None = None) -> None:
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
+        self.load, self.validation = load, validation
+        self.hooks: torch.Tensor
+        self.register_buffer("hooks", torch.zeros(3))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if isinstance(batch, (list, tuple)):
+            batch = torch.cat([part for part in batch if part is not None])
+        if isinstance(batch, dict):
+            batch = torch.cat([part for part in batch.values() if part is not None])
+        return self.layer(batch.reshape(-1, 4)).square().mean() * (1 + random.random() + np.random.randn() / 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=BATCH)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch) + torch.rand(()), batch_size=BATCH)
+
+    def on_train_epoch_start(self) -> None:
+        self.hooks[0] += 1
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.hooks[1] += 1
+
+    def on_train_epoch_end(self) -> None:
+        self.hooks[2] += 1
+
+    def train_dataloader(self) -> Any:
+        return self.load()
+
+    def val_dataloader(self) -> Any:
+        return self.validation() if self.validation else []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0)
+        return [optimizer], [{"scheduler": plateau, "monitor": "loss_epoch", "interval": "epoch"}]
+
+
+class Manual(Model):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        scheduler: Any = self.lr_schedulers()
+        scheduler.step(self.trainer.callback_metrics["loss_epoch"])
+
+
+class Kill(Callback):
+    """An end of the process, as far as the rest of the training is concerned."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.step:
+            raise RuntimeError("killed")
+
+
+def everything(trainer: Trainer, model: LightningModule) -> dict[str, Any]:
+    """Return weights, optimizers, schedulers, counters and the next random numbers."""
+    saved = trainer._checkpoint_connector.dump_checkpoint()
+    kept = {name: saved[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch")}
+    drawn = torch.rand(2).tolist(), random.random(), np.random.rand()
+    return {**kept, "drawn": drawn, "metrics": {**trainer.callback_metrics}}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def train(
+    folder: Path,
+    model: LightningModule,
+    seed: int,
+    ckpt: Any = None,
+    more: Sequence[Callback] = (),
+    saves: bool = True,
+    plugins: Sequence[Any] = (),
+    **options: Any,
+) -> Trainer:
+    seed_everything(seed)
+    saving = ModelCheckpoint(folder, every_n_train_steps=1 if saves else 10**9, save_top_k=-1, filename="{step}")
+    options = {"max_epochs": 3, **options}
+    callbacks = [*more, ExactResume(), saving]
+    trainer = Trainer(
+        default_root_dir=folder,
+        callbacks=callbacks,
+        plugins=list(plugins),
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(model, ckpt_path=ckpt)
+    return trainer
+
+
+def check(
+    folder: Path, make: Callable[[], LightningModule], steps: list[int], again: Any = None, **options: Any
+) -> None:
+    """Compare a training with those that are killed after these steps and go on."""
+    seed_everything(1)
+    model = make()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = everything(train(folder / "whole", model, 7, **options), model)
+    for step in steps:
+        model = make()
+        model.load_state_dict(weights)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(folder / f"{step}", model, 7, more=[Kill(step)], **options)
+        ckpt = max((folder / f"{step}").glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
+        model = (again or make)()
+        resumed = everything(train(folder / f"{step}", model, 99, ckpt=ckpt, **options), model)
+        differ = [name for name in expected if not same(expected[name], resumed[name])]
+        assert not differ, (step, differ)
+
+
+def plain(dataset: Any = Photos, **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset(), **{"batch_size": BATCH, **options})
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "in order": plain,
+    "shuffled": partial(plain, shuffle=True),
+    "workers": partial(plain, shuffle=True, num_workers=2),
+    "persistent": partial(plain, shuffle=True, num_workers=2, persistent_workers=True),
+    "sampler": lambda: plain(sampler=Shuffled()),
+    "sampler and workers": lambda: plain(sampler=Shuffled(), num_workers=2),
+    "sampler with a generator": lambda: plain(sampler=OwnGenerator(np.random.default_rng(3))),
+    "sampler with Python's": lambda: plain(sampler=OwnGenerator(random.Random(3)), num_workers=1),
+    "sampler that counts": lambda: plain(sampler=Counting()),
+    "generator": lambda: plain(shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "batch sampler": lambda: DataLoader(Photos(), batch_sampler=BatchSampler(RandomSampler(Photos()), BATCH, False)),
+    "no batches": partial(plain, batch_size=None),
+    "whole batches": partial(plain, Whole, shuffle=True, num_workers=2),
+    "several": lambda: {"few": plain(partial(Photos, 8), shuffle=True), "many": plain(shuffle=True, num_workers=1)},
+    "stream": partial(plain, Stream),
+    "stream and workers": partial(plain, Stream, num_workers=2),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path, name: str) -> None:
+    seeded = random.Random(name)
+    steps = [seeded.randrange(1, 13), seeded.randrange(14, 38)]
+    check(tmp_path, lambda: Model(LOADERS[name]), steps)
+
+
+validated = partial(Model, partial(plain, shuffle=True), plain)
+OPTIONS: dict[str, Any] = {
+    "at the end of epochs": {},
+    "within epochs": {"val_check_interval": 6},
+    "not always": {"check_val_every_n_epoch": 2},
+    "few batches": {"limit_train_batches": 7},
+    "accumulation": {"accumulate_grad_batches": 3},
+    "steps": {"max_steps": 30, "max_epochs": -1},
+    "reloaded": {"reload_dataloaders_every_n_epochs": 1},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_validation_and_options_of_the_trainer_make_no_difference(tmp_path: Path, name: str) -> None:
+    steps = [6, 7, *random.Random(name).sample(range(8, 20), 2)]
+    check(tmp_path, validated, steps, **OPTIONS[name])
+
+
+def test_manual_optimization_makes_no_difference(tmp_path: Path) -> None:
+    check(tmp_path, lambda: Manual(plain), [13, 20])
+
+
+@pytest.mark.parametrize("workers", [(0, 2), (2, 0), (2, 1)])
+def test_the_number_of_workers_may_change(tmp_path: Path, workers: tuple[int, int]) -> None:
+    before, after = (lambda count=count: Model(partial(plain, shuffle=True, num_workers=count)) for count in workers)
+    check(tmp_path, before, [9], after)
+
+
+# Signals
+
+
+class Ask(Callback):
+    """A scheduler that sends a signal at a certain batch."""
+
+    def __init__(self, step: int, hook: str, number: int = signal.SIGTERM) -> None:
+        self.step, self.number = step, number
+        setattr(self, hook, self.ask)
+
+    def ask(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+@contextmanager
+def stopped_and_resumed(
+    folder: Path,
+    more: Sequence[Callback],
+    plugin: Callable[[], Any] | None = None,
+    is_asked: bool = True,
+    max_time: str | None = None,
+    **options: Any,
+) -> Iterator[Callable[[Any], None]]:
+    """Train, and train again until it stops; yield a function that goes on from a checkpoint and compares the two."""
+    model = validated()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = everything(train(folder / "whole", model, 7, **options), model)
+    model = validated()
+    model.load_state_dict(weights)
+    plugins = [plugin()] if plugin else []
+    with pytest.raises(SystemExit) if is_asked else nullcontext() as stopped:
+        train(folder / "killed", model, 7, more=more, plugins=plugins, max_time=max_time, **options)
+    if stopped is not None:
+        assert stopped.value.code == 128 + signal.SIGTERM
+
+    def resume(ckpt: Any) -> None:
+        model = validated()
+        plugins = [plugin()] if plugin else []
+        resumed = everything(train(folder / "killed", model, 99, ckpt=ckpt, plugins=plugins, **options), model)
+        assert [name for name in expected if not same(expected[name], resumed[name])] == []
+
+    yield resume
+
+
+HOOKS = ["on_train_batch_start", "on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end"]
+
+
+@pytest.mark.follows("To go on, start the same command with fit(..., ckpt_path={}).")
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["", "accumulation"])
+def test_a_training_that_is_asked_to_stop_saves_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, hook: str, options: Any
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stopped_and_resumed(tmp_path, [Ask(12, hook)], saves=False, val_check_interval=13, **options) as resume:
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert [path.name for path in (tmp_path / "killed").glob("*.ckpt*")] == ["last.ckpt"]
+        resume(re.search(r"ckpt_path='(.*)'\)", caplog.text)[1])  # type: ignore[index]
+
+
+PLUGINS = [PortableCheckpointIO, AsyncCheckpointIO, lambda: AsyncCheckpointIO(PortableCheckpointIO())]
+
+
+@pytest.mark.parametrize("make", PLUGINS, ids=["portable", "async", "async portable"])
+def test_plugins_that_save_make_no_difference(tmp_path: Path, make: Callable[[], Any]) -> None:
+    with stopped_and_resumed(tmp_path, [Ask(20, "on_train_batch_end")], make) as resume:
+        resume("last")
+
+
+def test_a_training_that_is_asked_before_its_first_step_ends_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        train(tmp_path, validated(), 7, more=[Ask(-1, "on_validation_batch_end")], saves=False)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert not list(tmp_path.glob("*.ckpt*"))
+
+
+def test_time_is_up(tmp_path: Path) -> None:
+    class Slow(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.fit_loop.total_batch_idx == 5:
+                timer = next(callback for callback in trainer.callbacks if isinstance(callback, Timer))
+                timer._duration = 0.0
+
+    with stopped_and_resumed(tmp_path, [Slow()], is_asked=False, max_time="00:01:00:00") as resume:
+        resume(tmp_path / "killed" / "last.ckpt")
+
+
+# Processes
+
+
+def program(folder: Path, *kill: int, package: str = "lightning.pytorch", ranks: int = 1, workers: int = 0) -> Any:
+    """Run ``exact_training.py``, and return its exit code, digest and output."""
+    command = [sys.executable, PROGRAM, package, folder, str(ranks), str(workers), *map(str, kill)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=170)
+    return ended.returncode, re.findall(r"ENDED (\w+ \d+)", ended.stdout), ended.stdout
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_training_after_kill_9_ends_with_the_same_weights(tmp_path: Path, package: str) -> None:
+    _, expected, output = program(tmp_path / "whole", package=package)
+    assert expected, output
+    code, _, output = program(tmp_path / "killed", random.randrange(4, 50), 0, signal.SIGKILL, package=package)
+    assert code == -signal.SIGKILL, output
+    _, found, output = program(tmp_path / "killed", package=package, workers=1)
+    assert found == expected, output
+
+
+def test_all_ranks_save_one_step_if_one_of_them_is_asked(tmp_path: Path) -> None:
+    _, expected, output = program(tmp_path / "whole", ranks=2)
+    assert expected, output
+    code, _, output = program(tmp_path / "killed", random.randrange(4, 20), 1, signal.SIGTERM, ranks=2, workers=1)
+    assert code == 128 + signal.SIGTERM, output
+    assert re.search(r"SIGTERM: saved step \d+ to .*last.ckpt in .* s. To go on, start the same command with ", output)
+    _, found, output = program(tmp_path / "killed", ranks=2)
+    assert found == expected, output
+
+
+# What cannot be exact
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path, validated(), 7, more=[Kill(5)])
+    saved = torch.load(tmp_path / "step=5.ckpt")
+    saved["callbacks"]["ExactResume"]["ranks"] *= 2
+    torch.save(saved, tmp_path / "of_two.ckpt")
+    with pytest.raises(CheckpointMismatchError, match="was saved by 2 ranks, and this run has 1, which"):
+        train(tmp_path, validated(), 7, ckpt=tmp_path / "of_two.ckpt")
+
+
+def test_a_checkpoint_without_positions_is_resumed_with_a_warning(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=5)
+    options: Any = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    Trainer(callbacks=[saving], max_steps=5, **options).fit(validated())
+    with pytest.warns(UserWarning, match=r"step=5.ckpt was saved without it. The epoch begins again, and 5 of its ba"):
+        train(tmp_path, validated(), 7, ckpt=saving.best_model_path)
+
+
+def test_lightning_alone_reads_the_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path, validated(), 7, more=[Kill(13)])
+    trainer = Trainer(default_root_dir=tmp_path, max_epochs=2, accelerator="cpu", logger=False)
+    trainer.fit(validated(), ckpt_path=tmp_path / "step=13.ckpt", weights_only=True)
+    assert trainer.global_step == 26
+
+
+class Cached(Photos):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(1)
+
+
+class Own(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+class Averaged(Model):
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
+INEXACT = {
+    "Stream is iterable, so resuming reads and drops": lambda: Model(partial(plain, Stream)),
+    "come in any order": lambda: Model(partial(plain, num_workers=1, in_order=False)),
+    r"Cached\.rng is a random generator of its own": lambda: Model(partial(plain, Cached)),
+    "Own is no plain DataLoader and has no state_dict": lambda: Model(lambda: Own(Photos())),
+    r"Averaged\.on_train_batch_end runs after ModelCheckpoint": lambda: Averaged(plain),
+}
+
+
+@pytest.mark.parametrize("sentence", INEXACT)
+def test_what_cannot_be_exact_is_said_before_the_first_step(tmp_path: Path, sentence: str) -> None:
+    with pytest.warns(UserWarning, match=sentence), pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path, INEXACT[sentence](), 7, more=[Kill(0)])
+
+
+@pytest.mark.follows("Remove that option.")
+def test_a_loader_in_the_order_of_its_sampler_is_exact(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path, Model(partial(plain, num_workers=1)), 7, more=[Kill(0)])
+    assert not [warning for warning in recwarn if "ExactResume" in str(warning.message)]
