@@ -63,6 +63,7 @@ def read_memory(gpu: torch.device) -> MemoryReading | None:
         reserved_bytes=reserved["current"],
         peak_reserved_bytes=reserved["peak"],
         inactive_split_bytes=stats["inactive_split_bytes"]["all"]["current"],
+        inactive_splits=stats["inactive_split"]["all"]["current"],
         retries=stats["num_alloc_retries"],
         allocations=stats["allocation"]["all"]["allocated"],
     )

@@ -17,6 +17,7 @@ class MemoryReading:
     peak_reserved_bytes: int
     # Free parts of blocks, which cannot be returned to the driver; 0 with expandable segments and cudaMallocAsync.
     inactive_split_bytes: int = 0
+    inactive_splits: int = 0  # number of these parts; 0 = unknown
     retries: int = 0  # allocations retried after the allocator emptied its cache
     allocations: int = 0  # number of tensors allocated so far
 

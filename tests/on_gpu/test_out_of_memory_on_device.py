@@ -23,7 +23,7 @@ from trainings import Model, Samples, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
 from lightning_gpu_tools.advice.causes.order import MEMORY_CAUSES
 from lightning_gpu_tools.advice.examples import STEP, an_error, gpu_run
-from lightning_gpu_tools.advice.out_of_memory import SETUP, ModelSize
+from lightning_gpu_tools.advice.out_of_memory import SETUP, MemoryFacts, ModelSize
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.text import render_text
@@ -184,11 +184,10 @@ def test_a_training_fits_once_its_advice_is_followed(
 @pytest.mark.follows("precision='bf16-true', which needs half as much")
 def test_a_model_that_is_too_large_fits_in_half_precision(tmp_path: Path) -> None:
     size = ModelSize(parameters_bytes=8 * GIB, gradients_bytes=8 * GIB, optimizer_bytes=16 * GIB)
-    (ruling,) = MEMORY_CAUSES["model_too_large"].find(
-        gpu_run(STEP, precision="32-true"), an_error(phase=SETUP, model=size)
-    )
+    facts = MemoryFacts(gpu_run(STEP, precision="32-true"), an_error(phase=SETUP, model=size))
+    (finding,) = MEMORY_CAUSES["model_too_large"].find(facts)
     case = replace(CASES["all of it fits"], model=partial(runs.Layers, 14), validation=None)
-    for folder, options in (("as it is", {}), ("followed", other_precision(case, " ".join(ruling.advice))["options"])):
+    for folder, options in (("as it is", {}), ("followed", other_precision(case, finding.advice)["options"])):
         (tmp_path / folder).mkdir()
         after = judged(replace(case, options=options), tmp_path / folder)
         assert (after["outcome"] == "completed") == bool(options), after

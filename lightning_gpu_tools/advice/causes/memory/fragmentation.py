@@ -14,6 +14,7 @@ from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, Out
 from lightning_gpu_tools.units import format_bytes, printable
 
 _EXPANDABLE = "expandable_segments:True"
+_PAGE_BYTES = 20 * MIB  # of expandable segments (kLargeBuffer of torch's allocator); a gap's two ends lose about one
 
 
 def find(facts: MemoryFacts) -> Iterator[Finding]:
@@ -36,16 +37,20 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
         "fragmentation",
         f"torch holds {format_bytes(unused)} of unused memory, in pieces below {format_bytes(oom.requested_bytes)}."
         f"{together}",
-        [_advice(oom)],
+        [_advice(oom, left)],
         {"fragmented_bytes": unused},
     )
 
 
-def _advice(oom: OutOfMemory) -> str:
-    settings = oom.allocator or "PYTORCH_CUDA_ALLOC_CONF="
+def _advice(oom: OutOfMemory, left: int) -> str:
+    settings, reading = oom.allocator or "PYTORCH_CUDA_ALLOC_CONF=", oom.reading
     fewer = "Allocate long-lived tensors before training, or as one tensor, and use only a few batch shapes."
     if _EXPANDABLE in settings.replace(" ", ""):
         return f"{_EXPANDABLE} is set, so only gaps within pages of 20 MiB are lost. {fewer}"
+    if reading is not None and reading.inactive_splits:
+        in_pages = reading.inactive_split_bytes - reading.inactive_splits * _PAGE_BYTES
+        if in_pages + left < oom.requested_bytes:
+            return f"{fewer} The gaps are too small for {_EXPANDABLE}, which needs whole pages of 20 MiB."
     others = "" if settings.endswith("=") else ","
     return (
         f"Set {printable(settings)}{others}{_EXPANDABLE} in the environment before training. Using only a few batch "
