@@ -390,20 +390,22 @@ def program(folder: Path, *kill: int, package: str = "lightning.pytorch", ranks:
 def test_a_training_after_kill_9_ends_with_the_same_weights(tmp_path: Path, package: str) -> None:
     _, expected, output = program(tmp_path / "whole", package=package)
     assert expected, output
-    code, _, output = program(tmp_path / "killed", random.randrange(4, 50), 0, signal.SIGKILL, package=package)
+    step = random.randrange(4, 50)
+    code, _, output = program(tmp_path / "killed", step, 0, signal.SIGKILL, package=package)
     assert code == -signal.SIGKILL, output
     _, found, output = program(tmp_path / "killed", package=package, workers=1)
-    assert found == expected, output
+    assert found == expected, (step, output)
 
 
 def test_all_ranks_save_one_step_if_one_of_them_is_asked(tmp_path: Path) -> None:
     _, expected, output = program(tmp_path / "whole", ranks=2)
     assert expected, output
-    code, _, output = program(tmp_path / "killed", random.randrange(4, 20), 1, signal.SIGTERM, ranks=2, workers=1)
+    step = random.randrange(4, 20)
+    code, _, output = program(tmp_path / "killed", step, 1, signal.SIGTERM, ranks=2, workers=1)
     assert code == 128 + signal.SIGTERM, output
     assert re.search(r"SIGTERM: saved step \d+ to .*last.ckpt in .* s. To go on, start the same command with ", output)
     _, found, output = program(tmp_path / "killed", ranks=2)
-    assert found == expected, output
+    assert found == expected, (step, output)
 
 
 # What cannot be exact
