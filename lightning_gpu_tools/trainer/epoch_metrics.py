@@ -16,6 +16,7 @@ from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer
 
 _REDUCTIONS = ("mean", "sum", "max", "min")
+_OPTIONS = ("fx", "name", "prog_bar", "logger", "on_step", "metric_attribute")  # of `self.log`
 _MAX_BYTES = 2**20  # our default: metrics that keep all predictions would make checkpoints large
 
 
@@ -25,13 +26,15 @@ def collected(trainer: Trainer) -> dict[str, Any]:
     for key, result in compat.logged_results(trainer).items():
         meta = result.meta
         reduction = next((name for name in _REDUCTIONS if getattr(meta, f"is_{name}_reduction")), None)
-        if meta.on_epoch and result.is_tensor and reduction is not None:
+        if meta.on_epoch and reduction is not None:
+            value = result.value.clone() if result.is_tensor else None  # None: of a torchmetric
+            is_mean = result.is_tensor and reduction == "mean"
             logged[key] = {
-                "value": result.value.clone(),
-                "batch_size": result.cumulated_batch_size.clone() if reduction == "mean" else None,
+                "value": value,
+                "batch_size": result.cumulated_batch_size.clone() if is_mean else None,
                 "reduction": reduction,
                 "sync_dist": meta.sync.should,
-                **{name: getattr(meta, name) for name in ("fx", "name", "prog_bar", "logger", "on_step")},
+                **{name: getattr(meta, name) for name in _OPTIONS},
             }
     return {"logged": logged, "modules": {name: dict(metric.metric_state) for name, metric in _modules(trainer)}}
 
@@ -39,23 +42,27 @@ def collected(trainer: Trainer) -> dict[str, Any]:
 def restore_modules(trainer: Trainer, saved: dict[str, Any]) -> None:
     """Set the module's own metrics to their saved states."""
     for name, metric in _modules(trainer):
-        for state, value in saved["modules"].get(name, {}).items():
-            setattr(metric, state, value.to(metric.device))
-        metric._update_count = 1  # else torchmetrics warns that it was never updated
+        if name in saved["modules"]:
+            for state, value in saved["modules"][name].items():
+                setattr(metric, state, value.to(metric.device))
+            metric._update_count = 1  # else torchmetrics warns that it was never updated
 
 
 def restore_ended(trainer: Trainer, saved: dict[str, Any]) -> None:
     """Log again what an epoch without further batches has collected."""
-    results = compat.logged_results(trainer)
+    results, modules = compat.logged_results(trainer), dict(trainer.lightning_module.named_modules())
     for key, entry in saved["logged"].items():
-        value = entry["value"].to(trainer.strategy.root_device)
+        value = modules.get(entry["metric_attribute"]) if entry["value"] is None else entry["value"]
+        if value is None:
+            continue
+        value = value.to(trainer.strategy.root_device)
         results.log(
             value=value,
             reduce_fx=entry["reduction"],
             on_epoch=True,
             batch_size=1,
             sync_dist_fn=trainer.strategy.reduce,
-            **{name: entry[name] for name in ("fx", "name", "prog_bar", "logger", "on_step", "sync_dist")},
+            **{name: entry[name] for name in ("sync_dist", *_OPTIONS)},
         )
         results[key].value = value
         if entry["batch_size"] is not None:
@@ -67,6 +74,8 @@ def add_logged(trainer: Trainer, saved: dict[str, Any]) -> None:
     results, logged = compat.logged_results(trainer), saved["logged"]
     for key in logged.keys() & results.keys():
         result, entry = results[key], logged.pop(key)
+        if entry["value"] is None:  # the metric itself has its state again
+            continue
         before = entry["value"].to(result.value.device)
         if entry["reduction"] in ("mean", "sum"):
             result.value = before + result.value

@@ -52,8 +52,6 @@ class ExactResume(GuardedCallback):
         trainer.fit(model, loader, ckpt_path="last")
     """
 
-    intended = (CheckpointMismatchError,)
-
     def __init__(self) -> None:
         self._run: _Run | None = None
 
@@ -149,11 +147,12 @@ class _Run:
         self._step_before = self.trainer.global_step
         self._is_between_steps = True  # whether no gradients wait for the optimizer
         self._is_late = False  # whether it was said that validation has to end first
+        self._is_requeued = False
         self._saved: tuple[str, str] | None = None  # a file to be renamed at the end, and the name
         self._has_hook = overrides(self.trainer.lightning_module, "LightningModule", "on_train_batch_end")
         self._wrappers = Wrappers()
         self._wrappers.put(self.trainer.strategy, "process_dataloader", self._wrapped)
-        # Lightning takes 20 us to call a hook of a callback. And what the module's own hook changes is saved so.
+        # Not hooks of the callback, which run before the module's own: what that changes belongs into the file.
         module = self.trainer.lightning_module
         self._wrappers.put(module, "on_train_batch_start", functools.partial(before, self._batch_started))
         self._wrappers.put(module, "on_train_batch_end", functools.partial(after, self._batch_ended))
@@ -254,17 +253,19 @@ class _Run:
         if is_on_gpu and not torch.are_deterministic_algorithms_enabled():
             yield "Kernels on the GPU may round differently in each run. Trainer(deterministic=True) ends that."
         seen = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if trainer.ckpt_path and self._resumed is None and seen:
+        if trainer.ckpt_path and self._resumed is None:
+            again = f" The epoch begins again, and {seen} of its batches are seen twice."
+            is_within = 0 < seen < trainer.num_training_batches
             yield (
-                f"{printable_path(trainer.ckpt_path)} was saved without it. The epoch begins again, and {seen} of its "
-                "batches are seen twice."
+                f"{printable_path(trainer.ckpt_path)} was saved without it, so the random numbers are others."
+                f"{again if is_within else ''}"
             )
 
     # The kill
 
     def _stop_if_asked(self) -> None:
         preemption = self.preemption
-        if not preemption.is_due(self._point) or not self._is_between_steps:
+        if self._is_requeued or not preemption.is_due(self._point) or not self._is_between_steps:
             return
         if self._outside is not None and (swapping := self._exchanges_weights()):
             if not self._is_late:
@@ -275,8 +276,8 @@ class _Run:
             return
         name = signal.Signals(preemption.signal or signal.SIGTERM).name
         if preemption.requeue is not None and name != "SIGTERM":
-            requeue, preemption.requeue = preemption.requeue, None
-            requeue()
+            self._is_requeued = True  # SLURM ends the job
+            preemption.requeue()
             return
         if self._point[0]:
             self._save(name)

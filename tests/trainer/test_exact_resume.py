@@ -19,8 +19,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torchmetrics import MeanMetric
 
 from lightning_gpu_tools import ExactResume, PortableCheckpointIO
 from lightning_gpu_tools.errors import CheckpointMismatchError
@@ -89,12 +91,13 @@ class Counting(Shuffled):
 class Model(LightningModule):
     """Dropout, draws on the host, two schedulers, and metrics that one of them follows."""
 
-    automatic = True
+    monitor = "loss_epoch"
 
     def __init__(self, load: Callable[[], Any], validation: Callable[[], Any] | None = None) -> None:
         super().__init__()
         self.layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
         self.load, self.validation = load, validation
+        self.mean = MeanMetric()
         self.hooks: torch.Tensor
         self.register_buffer("hooks", torch.zeros(3))
 
@@ -108,6 +111,8 @@ class Model(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=BATCH)
+        self.mean(loss)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -132,7 +137,7 @@ class Model(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0)
-        return [optimizer], [{"scheduler": plateau, "monitor": "loss_epoch", "interval": "epoch"}]
+        return [optimizer], [{"scheduler": plateau, "monitor": self.monitor, "interval": "epoch"}]
 
 
 class Manual(Model):
@@ -282,6 +287,17 @@ def test_manual_optimization_makes_no_difference(tmp_path: Path) -> None:
     check(tmp_path, lambda: Manual(plain), [13, 20])
 
 
+class ByMetric(Model):
+    """A learning rate that follows a torchmetric."""
+
+    monitor = "mean"
+
+
+@pytest.mark.parametrize("step", [9, 13])
+def test_a_torchmetric_goes_on_in_its_epoch_and_at_its_end(tmp_path: Path, step: int) -> None:
+    check(tmp_path, lambda: ByMetric(plain), [step])
+
+
 @pytest.mark.parametrize("workers", [(0, 2), (2, 0), (2, 1)])
 def test_the_number_of_workers_may_change(tmp_path: Path, workers: tuple[int, int]) -> None:
     before, after = (lambda count=count: Model(partial(plain, shuffle=True, num_workers=count)) for count in workers)
@@ -358,6 +374,58 @@ def test_plugins_that_save_make_no_difference(tmp_path: Path, make: Callable[[],
         resume("last")
 
 
+class Swap(Callback):
+    """Other weights during validation, as averaging has."""
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.kept = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        for value in pl_module.parameters():
+            value.data.zero_()
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        pl_module.load_state_dict({**pl_module.state_dict(), **self.weights()})
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in self.kept.items() if name.startswith("layer")}
+
+
+def test_weights_that_are_exchanged_for_validation_are_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = validated()
+    with pytest.raises(SystemExit):
+        train(tmp_path, model, 7, more=[Ask(12, "on_validation_batch_end"), Swap()], saves=False)
+    assert "Asked to stop during validation: saving after it, because Swap may hold other weights." in caplog.text
+    saved = torch.load(tmp_path / "last.ckpt")
+    assert saved["global_step"] == 14
+    assert same(saved["state_dict"]["layer.0.weight"], model.layer[0].weight)
+    assert model.layer[0].weight.any()
+
+
+def test_a_job_of_slurm_is_saved_and_requeued_at_the_end_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"JOB_ID": "3", "JOB_NAME": "train", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+    for name, value in {**environment, "JOB_NODELIST": "localhost"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    model = validated()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    slurm = [SLURMEnvironment(auto_requeue=True)]
+    expected = everything(train(tmp_path / "whole", model, 7, saves=False, plugins=slurm), model)
+    model = validated()
+    model.load_state_dict(weights)
+    asking = Ask(20, "on_train_batch_start", signal.SIGUSR1)
+    train(tmp_path / "asked", model, 7, more=[asking], saves=False, plugins=slurm)  # goes on until SLURM ends it
+    assert (tmp_path / "said").read_text() == "requeue 3\n"
+    model = validated()
+    resumed = everything(train(tmp_path / "asked", model, 99, saves=False, plugins=slurm), model)
+    assert [name for name in expected if not same(expected[name], resumed[name])] == []
+
+
 def test_a_training_that_is_asked_before_its_first_step_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as stopped:
         train(tmp_path, validated(), 7, more=[Ask(-1, "on_validation_batch_end")], saves=False)
@@ -425,8 +493,18 @@ def test_a_checkpoint_without_positions_is_resumed_with_a_warning(tmp_path: Path
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=5)
     options: Any = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
     Trainer(callbacks=[saving], max_steps=5, **options).fit(validated())
-    with pytest.warns(UserWarning, match=r"step=5.ckpt was saved without it. The epoch begins again, and 5 of its ba"):
+    repeats = "The epoch begins again, and 5 of its batches are seen twice"
+    with pytest.warns(UserWarning, match=rf"step=5.ckpt was saved without it, so the .* {repeats}"):
         train(tmp_path, validated(), 7, ckpt=saving.best_model_path)
+
+
+def test_a_checkpoint_of_an_epochs_end_repeats_no_batch(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    saving = ModelCheckpoint(tmp_path)
+    options: Any = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    Trainer(callbacks=[saving], max_epochs=1, **options).fit(validated())
+    train(tmp_path, validated(), 7, ckpt=saving.best_model_path)
+    (said,) = [str(warning.message) for warning in recwarn if "was saved without it" in str(warning.message)]
+    assert said.endswith("so the random numbers are others.")
 
 
 def test_lightning_alone_reads_the_checkpoint(tmp_path: Path) -> None:
