@@ -1,7 +1,8 @@
-"""The states of the global random generators, and the seeds that torch's DataLoader draws."""
+"""The states of the global random generators, and the seeds of iterators and batches."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,13 @@ import numpy as np
 import torch
 
 RandomStates = tuple[Any, Any, Any]
+
+_MAX_NUMPY_SEED = 2**32
+_MASK = 2**63 - 1
+_GOLDEN = 0x1E3779B97F4A7C15  # odd, so that no two batches of a pass have the same seed: 2**64 / the golden ratio
+# NumPy's global generator is exchanged for this one: reading and setting its state would take 130 us.
+_numpy_bits = np.random.MT19937(0)
+_numpy: Any = np.random  # NumPy's stubs lack the exchange
 
 
 def random_states() -> RandomStates:
@@ -59,6 +67,61 @@ def seeded_states(seed: int) -> RandomStates:
     return (
         # Not torch.manual_seed, which also seeds the GPUs.
         torch.Generator().manual_seed(seed).get_state(),
-        np.random.RandomState(seed % 2**32).get_state(),
+        np.random.RandomState(seed % _MAX_NUMPY_SEED).get_state(),
         random.Random(seed).getstate(),
     )
+
+
+# Streams of their own for a loader's order and for each of its batches
+
+
+def mixed(*parts: object) -> int:
+    """Return a seed of 63 bits that is a function of all parts."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def seed_of_batch(seed: int, number: int) -> int:
+    """Return the seed of a batch. This is :func:`mixed` in a tenth of its time, for numbers of batches alone."""
+    return (seed + number * _GOLDEN) & _MASK
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of torch (CPU), NumPy and Python."""
+    torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which also seeds the GPUs
+    np.random.seed(seed % _MAX_NUMPY_SEED)
+    random.seed(seed)
+
+
+def set_aside() -> tuple[Any, Any, Any]:
+    """Return the states of the global generators, which :func:`seed_all` may then seed without losing them."""
+    outside = torch.get_rng_state(), _numpy.get_bit_generator(), random.getstate()
+    _numpy.set_bit_generator(_numpy_bits)
+    return outside
+
+
+def bring_back(outside: tuple[Any, Any, Any]) -> None:
+    """Put back what :func:`set_aside` returned."""
+    of_torch, of_numpy, of_python = outside
+    torch.set_rng_state(of_torch)
+    _numpy.set_bit_generator(of_numpy)
+    random.setstate(of_python)
+
+
+def drop_pending_number() -> None:
+    """Drop the second number that NumPy has drawn with the last normal one, as :func:`set_aside` does."""
+    _numpy.set_bit_generator(_numpy.get_bit_generator())
+
+
+def packed_states(device: torch.device) -> list[Any]:
+    """Return the states of the global generators, and of one GPU's, as types that ``weights_only=True`` loads."""
+    of_torch, (name, keys, *rest), of_python = random_states()
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return [of_torch, [name, torch.from_numpy(keys.astype(np.int64)), *rest], of_python, on_gpu]
+
+
+def put_back_packed(states: list[Any], device: torch.device) -> None:
+    """Set the generators to states of :func:`packed_states`."""
+    of_torch, (name, keys, *rest), (version, numbers, pending), on_gpu = states
+    put_back((of_torch, (name, keys.numpy().astype(np.uint32), *rest), (version, tuple(numbers), pending)))
+    if on_gpu is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(on_gpu, device)

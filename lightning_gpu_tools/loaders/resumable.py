@@ -19,16 +19,16 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_gpu_tools.loaders.held import held_by, name_of
-from lightning_gpu_tools.loaders.random_states import peek_seed
-from lightning_gpu_tools.loaders.settings import plain_loader, settings_of
-from lightning_gpu_tools.loaders.streams import (
+from lightning_gpu_tools.loaders.random_states import (
     bring_back,
     drop_pending_number,
     mixed,
+    peek_seed,
     seed_all,
     seed_of_batch,
     set_aside,
 )
+from lightning_gpu_tools.loaders.settings import plain_loader, settings_of
 
 
 class Positions:

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import CheckpointMismatchError
+from lightning_gpu_tools.loaders.random_states import packed_states, put_back_packed
 from lightning_gpu_tools.loaders.resumable import Positions, inexact, is_resumable
-from lightning_gpu_tools.loaders.streams import packed_states, put_back_packed
 from lightning_gpu_tools.trainer import compat, epoch_metrics
 from lightning_gpu_tools.trainer.families import LightningModule, Trainer, base_of, lookup, overrides
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
