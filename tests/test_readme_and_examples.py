@@ -123,7 +123,7 @@ def blocks_of(language: str) -> pytest.MarkDecorator:
 
 
 def test_every_block_is_of_a_kind_that_is_checked() -> None:
-    assert {block.language for block in BLOCKS} <= {"python", "bash", "yaml", "text", ""}
+    assert {block.language for block in BLOCKS} <= {"python", "bash", "diff", "yaml", "text", ""}
 
 
 @blocks_of("python")
