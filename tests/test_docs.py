@@ -26,14 +26,14 @@ CONSTRAINTS = (ROOT / "constraints.txt").read_text()  # what .ci/run has
 SITE = "https://lightning-gpu-tools.github.io/lightning_gpu_tools/"
 REPOSITORY = "https://github.com/lightning-gpu-tools/lightning_gpu_tools/blob/main"
 RAW = "https://raw.githubusercontent.com/lightning-gpu-tools/lightning_gpu_tools/main/"
-LOW = (DOCS / "low_gpu_utilization.md").read_text()
+SLOW = (DOCS / "causes_of_slow_training.md").read_text()
 FULL = (DOCS / "out_of_memory.md").read_text()
 HANGS = (DOCS / "hanging_training.md").read_text()
 READ = (DOCS / "how_to_read_the_report.md").read_text()
 
 
 def test_every_cause_is_explained() -> None:
-    first_column = "".join(re.findall(r"^\| ([^|]+) \|", LOW + FULL + HANGS, re.MULTILINE))
+    first_column = "".join(re.findall(r"^\| ([^|]+) \|", SLOW + FULL + HANGS, re.MULTILINE))
     for cause in (*TIME_CAUSES, *MEMORY_CAUSES, *STALL_CAUSES):
         assert f"`{cause}`" in first_column, f"{cause}; run: python -m benchmarks.tables"
 
@@ -78,6 +78,12 @@ def test_links_work_and_reports_fit_a_terminal(page: Path) -> None:
     assert page.name == "CHANGELOG.md" or SITE not in text
     for block in re.findall(r"```text\n(.*?)```", text, re.DOTALL):
         assert max(len(line) for line in block.splitlines()) <= 100
+
+
+def test_pages_are_short() -> None:
+    """A visitor wants the answer: a page that grows is split, with the reader's part first."""
+    for page in PAGES:
+        assert page.stat().st_size <= (5_000 if page.name == "README.md" else 12_000), page.name
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -46,7 +46,6 @@ TABLES: dict[str, Callable[[], str]] = {
                 fields.phases,
                 fields.memory_parts,
                 fields.stall_causes,
-                fields.all_causes,
                 fields.options,
                 fields.commands,
             ),

@@ -14,7 +14,6 @@ from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.causes.order import STALL_CAUSES
 from lightning_gpu_tools.advice.memory_account import PARTS
 from lightning_gpu_tools.cli import parser
-from lightning_gpu_tools.cli.explain import GROUPS
 from lightning_gpu_tools.gpus.metrics import LOGGED
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.schema import SCHEMA_VERSION
@@ -31,7 +30,7 @@ def fields(kind: type) -> str:
     rows = []
     for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE):
         meaning = re.sub(r"\s+", " ", text).replace("``None``", "``null``").replace("``", "`")
-        meaning = meaning.replace("see docs/report_schema.md", "see [Phases](#phases)")
+        meaning = meaning.replace("see docs/report_schema.md", "see [Phases](report_schema_parts.md#phases)")
         rows.append((f"`{name}`", in_json(hints[name]), meaning))
     assert [row[0] for row in rows] == [f"`{name}`" for name in hints], kind
     first = (
@@ -114,17 +113,6 @@ def stall_causes() -> str:
     """Return causes of hanging runs with their symptoms, the change to make, and where the cause was verified."""
     rows = [(f"`{name}`", one.says, one.change, one.verified_on) for name, one in STALL_CAUSES.items()]
     return table(("cause", "what you see", "what to change", "verified on"), *sorted(rows))
-
-
-def all_causes() -> str:
-    """Return all causes, with the change to make."""
-    rows = [
-        (_named(name, shape.kind), group.title, shape.change.replace("](#", f"]({group.page}#"))
-        for group in GROUPS
-        for name, cause in sorted(group.causes.items())
-        for shape in cause.shapes
-    ]
-    return table(("cause", "of", "what to change"), *rows)
 
 
 def _named(cause: str, kind: str) -> str:

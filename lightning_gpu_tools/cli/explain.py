@@ -29,11 +29,10 @@ class Group(NamedTuple):
 
 
 _FINDINGS, _STALLS = "diagnosis.findings[].cause", "stalls[].cause"
-_FIXES, _SEEN = "causes-and-fixes", "what-it-looks-like-and-what-to-change"
 GROUPS = (
-    Group("slow training", _FINDINGS, "time", TIME_CAUSES, "low_gpu_utilization.md", _FIXES),
-    Group("out of memory", _FINDINGS, "memory", MEMORY_CAUSES, "out_of_memory.md", _FIXES),
-    Group("no progress", _STALLS, "stalls", STALL_CAUSES, "hanging_training.md", _SEEN),
+    Group("slow training", _FINDINGS, "time", TIME_CAUSES, "causes_of_slow_training.md", "causes-of-slow-training"),
+    Group("out of memory", _FINDINGS, "memory", MEMORY_CAUSES, "out_of_memory.md", "causes-and-fixes"),
+    Group("no progress", _STALLS, "stalls", STALL_CAUSES, "hanging_training.md", "causes-and-fixes"),
 )
 
 
