@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pwd
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -138,6 +137,8 @@ def printable_path(path: object) -> str:
 
 def user_name(user_id: int) -> str:
     """Return a user's login name, safe to print, or ``uid 1000`` if there is none."""
+    import pwd  # does not exist on Windows
+
     try:
         return printable(pwd.getpwuid(user_id).pw_name)
     except KeyError:  # users without a name are common in containers

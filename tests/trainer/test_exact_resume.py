@@ -476,6 +476,28 @@ def test_all_ranks_save_one_step_if_one_of_them_is_asked(tmp_path: Path) -> None
     assert found == expected, (step, output)
 
 
+ON_WINDOWS = """
+import signal, sys
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+there = type(signal)("signal")
+vars(there).update((name, value) for name, value in vars(signal).items() if name not in ("SIGUSR1", "SIGCHLD"))
+sys.modules.update(signal=there, fcntl=None, pwd=None)  # for what is imported from here on
+from lightning_gpu_tools import ExactResume
+
+trainer = Trainer(max_steps=3, logger=False, enable_checkpointing=False, callbacks=[ExactResume()])
+trainer.fit(BoringModel())
+assert trainer.global_step == 3
+"""
+
+
+def test_a_system_without_the_signals_of_unix(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", ON_WINDOWS], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "internal error" not in ended.stderr
+
+
 # What cannot be exact
 
 
