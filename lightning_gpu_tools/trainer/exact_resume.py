@@ -64,7 +64,7 @@ class ExactResume(GuardedCallback):
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._run is not None:
-            self._run.listen()
+            self._run.preemption.listen()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -142,16 +142,17 @@ class _Run:
         ranks = self.trainer.world_size
         store = (own_store() or default_store()) if ranks > 1 else None
         name = self.trainer.strategy.broadcast(uuid.uuid4().hex) if ranks > 1 else ""
-        self.preemption = Preemption(self.trainer.global_rank, ranks, store, name)
+        self.preemption = Preemption(self.trainer, store, name)
         self._point = (0, 0)  # training batches, and validation batches since
         self._step_before = self.trainer.global_step
         self._is_between_steps = True  # whether no gradients wait for the optimizer
-        self._is_late = False  # whether it was said that validation has to end first
+        self._holds_other_weights = False  # whether a callback may have exchanged them for validation
         self._is_requeued = False
         self._saved: tuple[str, str] | None = None  # a file to be renamed at the end, and the name
         self._has_hook = overrides(self.trainer.lightning_module, "LightningModule", "on_train_batch_end")
         self._wrappers = Wrappers()
         self._wrappers.put(self.trainer.strategy, "process_dataloader", self._wrapped)
+        self._wrappers.put(self.trainer, "save_checkpoint", self._timed)
         # Not hooks of the callback, which run before the module's own: what that changes belongs into the file.
         module = self.trainer.lightning_module
         self._wrappers.put(module, "on_train_batch_start", functools.partial(before, self._batch_started))
@@ -165,6 +166,14 @@ class _Run:
             return self.positions.resumable(loader, is_training=self.trainer.training)
 
         return process_dataloader
+
+    def _timed(self, save: Any) -> Any:
+        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            began_s = time.monotonic()
+            save(*args, **kwargs)
+            self.preemption.last_save_s = time.monotonic() - began_s
+
+        return save_checkpoint
 
     # The random numbers of everything but loaders
 
@@ -180,11 +189,8 @@ class _Run:
 
     # Hooks
 
-    def listen(self) -> None:
-        self.preemption.listen(was_asked=self.trainer.received_sigterm)
-
     def training_started(self) -> None:
-        self.listen()
+        self.preemption.listen()
         for sentence in self._inexact():
             rank_zero_warn(f"ExactResume: {sentence}")
         if self._metrics is not None:
@@ -203,6 +209,8 @@ class _Run:
         compat.end_restart(self.trainer)
         self.positions.batch_started()
         self._step_before = self.trainer.global_step
+        if self._is_between_steps:
+            self.preemption.running("a training step")
 
     def _add_metrics(self) -> None:
         if self._metrics is not None:
@@ -218,19 +226,28 @@ class _Run:
             else:
                 self.trainer.should_stop = False  # the Timer asks again after the next batch
         self._stop_if_asked()
+        if self._is_between_steps:
+            self.preemption.running("the wait for the next batch")
 
     def validation_started(self) -> None:
         self._put_back()
         self._outside = packed_states(self._device)
+        swapping = self._exchanges_weights()
+        self._holds_other_weights = swapping is not None
+        what = f"validation, in which {swapping} may hold other weights," if swapping else "a validation batch"
+        self.preemption.running(what)
 
     def validation_batch_ended(self) -> None:
         self._point = (self._point[0], self._point[1] + 1)
-        self._stop_if_asked()
+        if not self._holds_other_weights:
+            self._stop_if_asked()
+            self.preemption.running("a validation batch")
 
     def validation_ended(self) -> None:
         if self._outside is not None:
             put_back_packed(self._outside, self._device)
             self._outside = None
+        self.preemption.running("the wait for the next batch")
 
     def epoch_ended(self) -> None:
         self._add_metrics()
@@ -267,13 +284,7 @@ class _Run:
         preemption = self.preemption
         if self._is_requeued or not preemption.is_due(self._point) or not self._is_between_steps:
             return
-        if self._outside is not None and (swapping := self._exchanges_weights()):
-            if not self._is_late:
-                rank_zero_info(
-                    f"Asked to stop during validation: saving after it, because {swapping} may hold other weights."
-                )
-            self._is_late = True
-            return
+        preemption.running(None)
         name = signal.Signals(preemption.signal or signal.SIGTERM).name
         if preemption.requeue is not None and name != "SIGTERM":
             self._is_requeued = True  # SLURM ends the job
@@ -313,15 +324,15 @@ class _Run:
         return bool(self.trainer.strategy.broadcast(is_over) if timers else False)
 
     def _save(self, why: str) -> None:
-        trainer, began_s = self.trainer, time.monotonic()
+        trainer = self.trainer
         folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
         path = os.path.join(folder, "last.ckpt")
         unfinished = path if "://" in folder else f"{path}.unfinished"
         trainer.save_checkpoint(unfinished)
         self._saved = unfinished, path
         rank_zero_info(
-            f"{why}: saved step {trainer.global_step} to {printable_path(path)} in {time.monotonic() - began_s:.1f} s. "
-            f"To go on, start the same command with fit(..., ckpt_path={path!r})."
+            f"{why}: saved step {trainer.global_step} to {printable_path(path)} in "
+            f"{self.preemption.last_save_s:.1f} s. To go on, start the same command with fit(..., ckpt_path={path!r})."
         )
 
     def _finish_saving(self) -> None:

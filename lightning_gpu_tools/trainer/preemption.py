@@ -3,7 +3,8 @@
 A point is the end of a training or validation batch: (training batches, validation batches since). The training thread
 only notes the points that it reaches. A thread of each rank watches for the request of any rank, publishes the last
 point that its rank has reached, and takes the highest of all. The first point after that is the same on all ranks: a
-rank that comes to a point between its publication and the agreement waits for the agreement.
+rank that comes to a point between its publication and the agreement waits for the agreement. The thread of rank 0 also
+says what runs until then, in case the time of grace is shorter.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import json
 import math
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_gpu_tools.trainer.families import family_of
 from lightning_gpu_tools.training.background import BackgroundJobs
@@ -29,29 +33,30 @@ Point = tuple[int, int]
 class Preemption:
     """The signals that ask this run to stop, and the point at which it does. Ends with :meth:`close`."""
 
-    def __init__(self, rank: int, world_size: int, store: Any, name: str) -> None:
+    def __init__(self, trainer: Any, store: Any, name: str) -> None:
+        self.last_save_s: float | None = None
         self.signal: int | None = None  # the one that this or another rank got, once the ranks have agreed
         self.requeue: Callable[[], object] | None = None  # saves and requeues the job, if SLURM has a signal for that
+        self._trainer = trainer
         self._asked: int | None = None
-        self._ranks = range(world_size)
+        self._ranks = range(trainer.world_size)
         self._key = f"lightning_gpu_tools/stop/{name}"
-        self._rank, self._store = rank, store
+        self._store = store
         self._reached: Point = (0, 0)
         self._published = False
         self._lock = threading.Lock()  # guards the two fields above
         self._agreed = threading.Event()
         self._last: Point | None = None  # the highest point that a rank had reached
+        self._running: tuple[str | None, float]
         self._jobs = BackgroundJobs()
         self._before: dict[int, Any] = {}
-        if world_size > 1:
-            self._jobs.add("Watching for a request to stop", self._watch)
+        self.running("set-up")
+        self._jobs.add("Watching for a request to stop", self._watch)
 
-    def listen(self, *, was_asked: bool) -> None:
+    def listen(self) -> None:
         """Take the signals over from Lightning, whose handlers broadcast or save at once, in the middle of a step."""
         if threading.current_thread() is not threading.main_thread():
             return
-        if was_asked:
-            self._asked = signal.SIGTERM
         for number in _SIGNALS:
             current: Any = signal.getsignal(number)
             if current == self._ask:
@@ -66,29 +71,43 @@ class Preemption:
     def _ask(self, number: int, frame: Any) -> None:
         self._asked = number
 
+    def _request(self) -> int | None:
+        """Return the signal that this rank got, from this or, before :meth:`listen`, from Lightning's handler."""
+        return self._asked or (signal.SIGTERM if self._trainer.received_sigterm else None)
+
+    def running(self, what: str | None) -> None:
+        """Note what begins, at whose end there is a point; ``None``: the run stops now."""
+        self._running = what, time.monotonic()
+
     def is_due(self, point: Point) -> bool:
         """Return whether the run stops at this point, which has been reached."""
         with self._lock:
             self._reached = point
             published = self._published
         if len(self._ranks) == 1:
-            self.signal = self._asked
-            return self._asked is not None
+            self.signal = self._request()
+            return self.signal is not None
         if not published:
             return False
         return self._agreed.wait(_AGREE_TIMEOUT_S) and self._last is not None and point > self._last
 
     def _watch(self) -> float:
         """Publish and read points once a rank has been asked. Runs in a thread."""
-        store, flag = self._store, f"{self._key}/flag"
-        if self._asked is not None and not self._published:
-            store.set(flag, str(self._asked))
+        store, flag, request = self._store, f"{self._key}/flag", self._request()
+        if len(self._ranks) == 1:
+            if request is None:
+                return _POLL_S
+            self._say(request)
+            return math.inf
+        if request is not None and not self._published:
+            store.set(flag, str(request))
         if not store.check([flag]):
             return _POLL_S
         if not self._published:
             with self._lock:
                 self._published, reached = True, self._reached
-            store.set(f"{self._key}/{self._rank}", json.dumps(reached))
+            store.set(f"{self._key}/{self._trainer.global_rank}", json.dumps(reached))
+            self._say(int(store.get(flag)))
         keys = [f"{self._key}/{rank}" for rank in self._ranks]
         if not store.check(keys):
             return _POLL_S / 10
@@ -96,6 +115,16 @@ class Preemption:
         self.signal = int(store.get(flag))
         self._agreed.set()
         return math.inf
+
+    def _say(self, request: int) -> None:
+        """Say on rank 0 what the save waits for."""
+        what, since_s = self._running
+        if what is not None:
+            last = "" if self.last_save_s is None else f" The last save took {self.last_save_s:.1f} s."
+            rank_zero_info(
+                f"{signal.Signals(request).name}: {what} has been running for {time.monotonic() - since_s:.1f} s, "
+                f"and the run saves after that.{last}"
+            )
 
     def close(self) -> None:
         """Put the signal handlers back."""

@@ -31,7 +31,7 @@ class BackgroundJobs:
 
     The training thread may hang in a collective, hold torch's locks, or fork a worker at the same time. Therefore no
     job may call ``torch.cuda`` or a collective, use training's connection to a store, or import modules. No job may
-    warn or print unless training is stalled.
+    warn or print unless training is stalled or was asked to stop.
     """
 
     def __init__(self) -> None:

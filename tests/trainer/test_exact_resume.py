@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -312,10 +313,12 @@ class Ask(Callback):
 
     def __init__(self, step: int, hook: str, number: int = signal.SIGTERM) -> None:
         self.step, self.number = step, number
+        self.asked = False
         setattr(self, hook, self.ask)
 
     def ask(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if trainer.fit_loop.total_batch_idx == self.step:
+            self.asked = True
             os.kill(os.getpid(), self.number)
 
 
@@ -392,10 +395,18 @@ class Swap(Callback):
 def test_weights_that_are_exchanged_for_validation_are_not_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    class Heard(Ask):
+        def ask(self, *args: Any, **kwargs: Any) -> None:
+            super().ask(*args, **kwargs)
+            gives_up_s = time.monotonic() + 60
+            while self.asked and said not in caplog.text and time.monotonic() < gives_up_s:
+                time.sleep(0.01)
+
+    said = "SIGTERM: validation, in which Swap may hold other weights, has been running for "
     model = validated()
     with pytest.raises(SystemExit):
-        train(tmp_path, model, 7, more=[Ask(12, "on_validation_batch_end"), Swap()], saves=False)
-    assert "Asked to stop during validation: saving after it, because Swap may hold other weights." in caplog.text
+        train(tmp_path, model, 7, more=[Heard(12, "on_validation_batch_end"), Swap()], saves=False)
+    assert said in caplog.text
     saved = torch.load(tmp_path / "last.ckpt")
     assert saved["global_step"] == 14
     assert same(saved["state_dict"]["layer.0.weight"], model.layer[0].weight)
@@ -474,6 +485,48 @@ def test_all_ranks_save_one_step_if_one_of_them_is_asked(tmp_path: Path) -> None
     assert re.search(r"SIGTERM: saved step \d+ to .*last.ckpt in .* s. To go on, start the same command with ", output)
     _, found, output = program(tmp_path / "killed", ranks=2)
     assert found == expected, (step, output)
+
+
+LONG_STEP = """
+import sys, time
+from pathlib import Path
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_gpu_tools import ExactResume
+
+folder = Path(sys.argv[1])
+
+class Long(BoringModel):
+    def training_step(self, batch, batch_idx):
+        gives_up_s = time.monotonic() + 120
+        if batch_idx == 2:
+            (folder / "in the step").touch()
+            while not (folder / "goes on").exists() and time.monotonic() < gives_up_s:
+                time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+saving = ModelCheckpoint(folder, every_n_train_steps=2)
+Trainer(default_root_dir=folder, logger=False, max_steps=5, callbacks=[ExactResume(), saving]).fit(Long())
+"""
+
+
+def test_what_the_save_waits_for_is_said_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LONG_STEP, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        while process.poll() is None and not (tmp_path / "in the step").exists():
+            time.sleep(0.01)
+        process.terminate()
+        said = next((line for line in process.stdout if "has been running" in line), "")
+        assert not (tmp_path / "last.ckpt").exists()
+        (tmp_path / "goes on").touch()
+        output = process.stdout.read()
+    assert re.search(r"SIGTERM: a training step has been running for .* s, and the run saves after that\. ", said), said
+    assert re.search(r"The last save took .* s\.$", said), said
+    assert "SIGTERM: saved step 3 to" in output
+    assert process.returncode == 128 + signal.SIGTERM
+    assert torch.load(tmp_path / "last.ckpt")["global_step"] == 3
 
 
 ON_WINDOWS = """
