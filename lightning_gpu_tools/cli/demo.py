@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "print the result. Needs no GPU, downloads nothing, and takes less than a minute."
     )
     parser.add_argument(
-        "--folder", metavar="FOLDER", help="where to keep the reports (default: a temporary folder, removed at the end)"
+        "--folder",
+        metavar="FOLDER",
+        help="where to write the reports (default: a new temporary folder, which stays)",
     )
     parser.set_defaults(run=run)
 
@@ -24,23 +26,19 @@ def run(args: argparse.Namespace) -> int:
     """Train, apply the advice, and train again."""
     for name in ("LIGHTNING_GPU_TOOLS", "LIGHTNING_GPU_TOOLS_DISABLE"):  # the demo adds the callbacks itself
         os.environ.pop(name, None)
-    from lightning_gpu_tools.files import scratch_prefix
     from lightning_gpu_tools.runs import drawing
     from lightning_gpu_tools.trainer.demo import STEPS, train
 
-    with tempfile.TemporaryDirectory(prefix=scratch_prefix()) as temporary:
-        folder = args.folder or temporary
-        say = functools.partial(print, flush=True)
-        say(f"1. {STEPS} training steps on the CPU without workers. A batch has 16 images of 1.5 ms loading time each.")
-        before = train(folder, num_workers=0)
-        workers = max((int(one.evidence.get("advised_num_workers", 0)) for one in before.findings), default=0)
-        if not workers:
-            say("The report does not advise workers, because other programs keep this machine busy. Try again later.")
-            return 1
-        say(f"\n2. The same training with the advised num_workers={workers}.")
-        after = train(folder, num_workers=workers)
-        drawing.wait()  # before the folder is removed
-        say("\nIn your own script: Trainer(callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()]).")
-        if not args.folder:
-            say("The reports have been removed. Use --folder FOLDER to keep them.")
+    folder = args.folder or tempfile.mkdtemp(prefix="lightning_gpu_tools_demo_")
+    say = functools.partial(print, flush=True)
+    say(f"1. {STEPS} training steps on the CPU without workers. A batch has 16 images of 1.5 ms loading time each.")
+    before = train(folder, num_workers=0)
+    workers = max((int(one.evidence.get("advised_num_workers", 0)) for one in before.findings), default=0)
+    if not workers:
+        say("The report does not advise workers, because other programs keep this machine busy. Try again later.")
+        return 1
+    say(f"\n2. The same training with the advised num_workers={workers}.")
+    after = train(folder, num_workers=workers)
+    drawing.wait()  # for the files whose names are printed
+    say("\nIn your own script: Trainer(callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()]).")
     return 0 if before.verdict == "low" and after.verdict in ("healthy", "low") else 1

@@ -95,10 +95,10 @@ def _lines(group: Group, name: str) -> Iterator[str]:
     for shape in cause.shapes:
         yield wrapped(f"{shape.kind}: {shape.says}" if shape.kind else shape.says, "  ", "  ")
         yield wrapped(shape.change, "    -> ", "       ")
+    yield f"\nMore: {SITE}/{group.page.removesuffix('.md')}/#{group.heading}"
     constants = _constants(group, name)
     if constants:
         yield f"\nConstants in its file:\n{constants}"
-    yield f"\nMore: {SITE}/{group.page.removesuffix('.md')}/#{group.heading}"
 
 
 def _docstring(group: Group, name: str) -> str:

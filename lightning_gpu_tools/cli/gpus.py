@@ -28,6 +28,8 @@ _REFRESH_EVERY_S = 2.0
 _MIN_UUID = len("MIG-5e6f7a8b")
 _MAX_NAME = len("NVIDIA RTX 6000 Ada Generation")  # longer ones are folded
 _MIN_AGE_S = 300.0  # our default: a process younger than five minutes may still be loading data
+_UTIL = 4  # the column
+_MIN_BUSY_PERCENT, _MIN_FULL_PERCENT = 10.0, 70.0  # our defaults, of colors alone
 _MAX_CLAIMS = 3  # our default: of a user, in a row
 
 
@@ -131,8 +133,17 @@ def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Tab
     table.add_column("used by", overflow="fold")
     table.add_column("claimed by", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # Text, so that rich does not take a bracket in a name for markup
+        cells = [Text(cell) for cell in row]  # Text, so that rich does not take a bracket in a name for markup
+        cells[_UTIL].stylize(_load_color(row[_UTIL]))
+        table.add_row(*cells)
     return table
+
+
+def _load_color(utilization: str) -> str:
+    if utilization == "?":
+        return ""
+    percent = float(utilization.partition(" ")[0])
+    return "green" if percent < _MIN_BUSY_PERCENT else "red" if percent >= _MIN_FULL_PERCENT else "yellow"
 
 
 def _rows(gpu: GpuReading, claims: Sequence[GpuClaim] | None, uuid_length: int) -> Iterator[tuple[str, ...]]:

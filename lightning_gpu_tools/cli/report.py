@@ -15,7 +15,7 @@ from lightning_gpu_tools.reports.comparison import compare, comparison_markdown,
 from lightning_gpu_tools.reports.report import FILE_NAME, Report
 from lightning_gpu_tools.reports.report_file import find_report, load_report
 from lightning_gpu_tools.reports.schema import as_json, to_json
-from lightning_gpu_tools.reports.text import render_markdown, render_text
+from lightning_gpu_tools.reports.text import in_color, render_markdown, render_text
 from lightning_gpu_tools.units import printable_path
 
 _EXIT_CODES = {"faster": 0, "same": 0, "slower": 1, "not_comparable": 3}
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.against is None:
         report = load_report(_found(args.file))
         if args.format == "text":
-            print(render_text(report, full=args.full))
+            print(in_color(render_text(report, full=args.full), report))
         elif args.format == "markdown":
             print(render_markdown(report, full=args.full))
         elif args.format == "json":

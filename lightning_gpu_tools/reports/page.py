@@ -31,6 +31,11 @@ from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 _MAX_TEXT = 1000  # characters
 _LONG = 24  # characters; a longer cell wraps
+# Of columns of the GPUs' table.
+_MEANINGS = {
+    "p95": "p5 and p95: in 5 % and 95 % of the driver's samples, the GPU was at most this busy.",
+    "waits": "waits: time in which the GPU looked busy, but waited in a collective for a later rank.",
+}
 # The page may load nothing, and runs no scripts.
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -90,6 +95,7 @@ def _content(report: Report) -> Iterator[str]:
     yield _table("Source lines", LINE_COLUMNS, line_rows(report))
     titles, units, *rows = gpu_rows(report.gpus)
     yield _table("GPUs", [f"{title} {unit}" for title, unit in zip(titles, units, strict=True)], rows)
+    yield from (_paragraph(text) for title, text in _MEANINGS.items() if title in titles)
     for account in fullest_first(report.memory)[:1]:
         yield _table(f"Memory of {gpu_label(account)} at the peak", ("part", "size"), _memory(account))
     yield from map(_paragraph, measuring_lines(report))

@@ -28,7 +28,7 @@ from lightning_gpu_tools.processes import process_id
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
 from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RUNNING, Report
 from lightning_gpu_tools.reports.report_file import WRITE_EVERY_S, ReportFile, run_folder
-from lightning_gpu_tools.reports.text import render_text
+from lightning_gpu_tools.reports.text import in_color, render_text
 from lightning_gpu_tools.runs import drawing
 from lightning_gpu_tools.runs.ranks import MemoryShare, own_share
 from lightning_gpu_tools.runs.run import Run
@@ -230,7 +230,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
     text = ""
     with _failure_added_to(lines, "The report could not be shown"):
         text = render_text(report)
-        lines.insert(1, text)
+        lines.insert(1, in_color(text, report))
     if run is not None:
         for logger in run.loggers:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):

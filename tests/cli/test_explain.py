@@ -47,6 +47,7 @@ def test_constants_are_printed_as_the_file_has_them(explain: Explain) -> None:
         "\nConstants in its file:\n# Our defaults.\n_MIN_SHARE = 0.15  # even a well-fed GPU has some gaps\n" in shown
     )
     assert "def find" not in shown
+    assert shown.index("More: https://") < shown.index("Constants in its file:")
     assert "Requires: gpu.sm_active_percent\n" in explain("small_batch")
 
 

@@ -64,6 +64,18 @@ def test_the_table_shows_memory_load_users_claims_and_faults(driver: Driver, run
     assert max(map(len, answer.stdout.splitlines())) <= 100
 
 
+def test_load_has_a_color_in_a_terminal(driver: Driver, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.gpus = [gpu(utilization=87), gpu(utilization=0), gpu(utilization=None)]
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = run_cli("gpus").stdout
+    assert "\x1b[31m87 %" in shown
+    assert "\x1b[32m0 %" in shown
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[3" not in run_cli("gpus").stdout
+
+
 def test_a_mig_server_has_a_line_for_each_instance_in_use(driver: Driver, run_cli: RunCli) -> None:
     uuids = [f"MIG-12345678-{i}000-0000-0000-000000000000" for i in range(7)]
     instances = [mig(uuid=uuid) for uuid in uuids]

@@ -76,6 +76,7 @@ def test_a_page_holds_the_whole_report() -> None:
         "data loading 61 % of the time. Without this wait: 2.6x. Set DataLoader(",
         "Where the 24 h 00 min went phase time share per step training step 16 h 19 min 68.0 %",
         "– backward 9 h 36 min 40.0 %",
+        "p5 and p95: in 5 % and 95 % of the driver's samples",
         "activations and temporaries 5.00 GiB",
         "batch_size 64",
     ):
