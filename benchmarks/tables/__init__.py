@@ -35,7 +35,7 @@ TABLES: dict[str, Callable[[], str]] = {
         one.__name__: one
         for one in (
             *(gpus.pick_speed, gpus.diagnosis_on_gpu, gpus.largest_batch, gpus.dry_run_peaks, gpus.dry_run_error),
-            *(gpus.dry_run_batches,),
+            *(gpus.dry_run_batches, gpus.published_peaks),
             *(loaders.ceilings, loaders.loader_settings, loaders.loader_searches),
             *(suites.diagnosis, suites.versions, suites.lightning_tests, suites.stalls),
             *(costs.step_overhead, costs.source_lines, costs.scale),

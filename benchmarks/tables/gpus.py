@@ -116,6 +116,32 @@ def dry_run_batches() -> str:
     )
 
 
+def published_peaks() -> str:
+    """Return the peaks of trainings that others measured, and those on simulated GPUs."""
+    trainings = {
+        "bert": "bert-large, 512 tokens, V100",
+        "lora": "phi-1.5 with LoRA, 1,044 tokens, A100",
+        "mlp": "6 linear layers, 4 GPUs",
+    }
+    names = [f"published_peaks_{name}" for name in trainings]
+    rows = [
+        (
+            f"{training}: {one['name']}",
+            format_bytes(one["real"]),
+            format_bytes(one["ours"]),
+            signed_percent(one["error"]),
+        )
+        for name, training in zip(names, trainings.values(), strict=True)
+        for one in results(name)["runs"]
+    ]
+    versions = [results(name)["machine"] for name in names]
+    return block(
+        table(("training", "real GPU", "simulated GPU", "error"), *rows),
+        f"torch {versions[0]['torch']}, transformers {versions[0]['transformers']}, litgpt {versions[1]['litgpt']}. "
+        f"{source('published_peaks.py', *names)}",
+    )
+
+
 def dry_run_error() -> str:
     """Return the errors of a dry run's memory, and of an estimate, compared with real GPUs."""
     t4, estimates, h200 = (
