@@ -49,6 +49,9 @@ class _PrintableStream:
         self._stream.write(printable_lines(text))
         return len(text)
 
+    def isatty(self) -> bool:
+        return False  # colors would be escaped
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 

@@ -79,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
     if args.against is None:
         report = load_report(_found(args.file))
         if args.format == "text":
-            print(in_color(render_text(report, full=args.full), report))
+            text = render_text(report, full=args.full)
+            colored = in_color(text, report, sys.__stdout__)
+            print(colored, file=sys.stdout if colored == text else sys.__stdout__)
         elif args.format == "markdown":
             print(render_markdown(report, full=args.full))
         elif args.format == "json":

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TextIO
 
 from lightning_gpu_tools.advice.causes.order import MEMORY_CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, label_of
@@ -52,10 +52,12 @@ def render_text(report: Report, *, full: bool = False) -> str:
     return _joined([*lines, ""], _details(report, full), [], full)
 
 
-def in_color(text: str, report: Report) -> str:
-    """Return a rendered report with its verdict in color, if stdout is a terminal and ``NO_COLOR`` is not set."""
+def in_color(text: str, report: Report, stream: TextIO | None) -> str:
+    """Return a rendered report with its verdict in color, if ``stream`` is a terminal and ``NO_COLOR`` is not set."""
     color = _COLORS.get(report.diagnosis.verdict)
-    if color is None or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
+    is_plain = color is None or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    isatty = getattr(stream, "isatty", None)  # a user's own stream may have none
+    if is_plain or isatty is None or not isatty():
         return text
     verdict = verdict_line(report)
     return text.replace(verdict, f"\x1b[{color}m{verdict}\x1b[0m", 1)

@@ -230,7 +230,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
     text = ""
     with _failure_added_to(lines, "The report could not be shown"):
         text = render_text(report)
-        lines.insert(1, in_color(text, report))
+        lines.insert(1, in_color(text, report, sys.stdout))
     if run is not None:
         for logger in run.loggers:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):

@@ -1,6 +1,5 @@
 """The report as JSON, as text and as files."""
 
-import io
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from lightning_gpu_tools.advice.memory_errors import early_warnings
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.reports.report_file import ReportFile, load_report
 from lightning_gpu_tools.reports.schema import from_json, to_json
-from lightning_gpu_tools.reports.text import in_color, render_text
+from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import LoaderSettings, RankStep
 
@@ -224,21 +223,3 @@ def test_neither_dollar_signs_nor_a_users_style_change_the_picture(tmp_path: Pat
     assert usual.startswith(b"\x89PNG")
     with matplotlib.rc_context({"text.usetex": True, "text.parse_math": True, "lines.linewidth": 9}):
         assert save_plot(costly, tmp_path / "styled").read_bytes() == usual
-
-
-def test_the_verdict_has_a_color_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = render_text(REPORT)
-    assert in_color(text, REPORT) == text  # a file, a pipe
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert in_color(text, REPORT).startswith("Verdict: \x1b[33mLOW: the GPU is often idle\x1b[0m (")
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert in_color(text, REPORT) == text
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
