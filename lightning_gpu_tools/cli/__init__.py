@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
@@ -36,7 +37,19 @@ _EXIT_UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h: not the result of any comman
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):  # argparse may color the usage
-            super().error(printable(message, 1000))  # it may contain file names chosen by others
+            super().error(printable(f"{message}{self._meant(message)}", 1000))  # file names may be chosen by others
+
+    def _meant(self, message: str) -> str:
+        from difflib import get_close_matches
+
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        option = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
+        near: Sequence[str] = ()
+        if choice:
+            near = get_close_matches(choice[1], re.findall(r"[\w-]+", choice[2]))
+        elif option:
+            near = get_close_matches(option[1], self._option_string_actions)
+        return f". Did you mean {' or '.join(near)}?" if near else ""
 
 
 class _PrintableStream:
@@ -69,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every character
     arguments = sys.argv[1:] if argv is None else list(argv)
     called = set(arguments[:1]) & COMMANDS.keys()  # only --help and --version can precede the command
-    args = parser(called).parse_args(arguments)
+    args, unknown = parser(called).parse_known_args(arguments)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     stdout: Any = _PrintableStream(sys.stdout)
     stderr: Any = _PrintableStream(sys.stderr)
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
@@ -97,6 +112,7 @@ def parser(called: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser
         command = commands.add_parser(name, help=COMMANDS[name])
         if called:
             importlib.import_module(f"lightning_gpu_tools.cli.{name.replace('-', '_')}").add_arguments(command)
+            command.set_defaults(parser=command)
     return made
 
 

@@ -11,6 +11,7 @@ import pytest
 from fake_driver import Driver, gpu, process
 from sample_report import TRAINED
 
+from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report_file import ReportFile
 
 HEAVY = {"torch", "lightning", "pytorch_lightning", "rich", "numpy"}
@@ -43,3 +44,22 @@ def test_a_light_command_loads_no_heavy_package(
     assert not loaded & (HEAVY | also_not)
     # Importing dataclasses imports inspect, which takes a tenth of a pick's time. Python 3.14's argparse does, too.
     assert command != "pick" or not {"dataclasses", "inspect"} & loaded or sys.version_info >= (3, 14)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("gpuss", "lightning-gpu-tools: error: argument COMMAND: invalid choice: 'gpuss'"),
+        ("checkpoint inspct", "lightning-gpu-tools checkpoint: error: argument ACTION: invalid choice: 'inspct'"),
+        ("report --agianst old", "lightning-gpu-tools report: error: unrecognized arguments: --agianst"),
+        ("pick extra", "lightning-gpu-tools pick: error: unrecognized arguments: extra"),
+    ],
+)
+def test_a_misspelled_word_gets_the_nearest_one(command: str, says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    meant = {"gpuss": "gpus", "inspct": "inspect", "--agianst": "--against"}
+    with pytest.raises(SystemExit, match="2"):
+        main(command.split())
+    shown = capfd.readouterr().err
+    assert says in shown
+    near = [word for wrong, word in meant.items() if wrong in command]
+    assert shown.endswith(f". Did you mean {near[0]}?\n" if near else "extra\n")
