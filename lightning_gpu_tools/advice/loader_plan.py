@@ -290,7 +290,9 @@ def advised(finding: Finding) -> Finding:
 
 def as_searched(finding: Finding, result: LoaderResult) -> Finding:
     """Return a ``data_loading`` finding with the measurements of a search instead of the predictions."""
-    before, after = trial_of(result.trials, result.original), trial_of(result.trials, result.settings)
+    others = any(one.measured and one.settings != result.original for one in result.trials)
+    before = trial_of(result.trials, result.original) if others else None
+    after = trial_of(result.trials, result.settings)
     if before is None or after is None or not before.batch_s or not after.batch_s or result.original is None:
         return replace(finding, advice=finding.advice.replace(BY_THE_FINDER, result.reason))
     measured = f"Measured by NumWorkersFinder: {result.reason}"

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import mean, median, quantiles
+from statistics import mean, median, stdev
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import MIN_CEILING, median_interval
@@ -31,6 +31,8 @@ _WARM_UP_STEPS = 5
 # Settings are confirmed over ten groups of steps: with ten values, the 95 % interval of a median excludes the lowest
 # and the highest. A group has ten steps, or one for each worker, because workers deliver batches in bursts.
 _CONFIRM_GROUPS, CONFIRM_GROUP_STEPS = 10, 10
+# After waits for batches, steps were up to a quarter slower (measured on two cores). Predictions have room for half.
+_SLOWER_AFTER_WAITS = 1.12
 # A step on the CPU competes with the workers for cores. Predictions are then off by 15 % (median over 30 cases).
 _MIN_GAIN_ON_CPU = 1.15
 # A step counts as busy on the CPU from a quarter of torch's threads: a thread that waits for a GPU spins on one core.
@@ -41,6 +43,7 @@ _DEEP_PREFETCH = 8  # for bursts of slow batches; more did not help in any measu
 # are tried three times.
 _CLOSE = 1.10
 _TRIALS_OF_CLOSE = 3
+_REPRODUCED = 0.10  # our default: trials that differ from training by more than this, beyond the noise, are not used
 _MAX_FAILURES = 2  # our default: after that, the number of workers is not the problem
 # Our default: persistent workers keep their memory, so they must save at least this share of an epoch.
 _PERSISTENT_FROM = 0.01
@@ -63,6 +66,7 @@ class Step(NamedTuple):
     cpu_s: float = 0.0  # CPU seconds of this process during step_s
     wait_s: float = 0.0  # wait for its batch
     threads: int = 0  # number of computing threads; 0 = the step leaves the cores free, like a step on a GPU
+    error_s: float | None = None  # of wait_s + step_s; None if training was not measured
 
 
 def steps_between(fetches: Sequence[Fetch | None]) -> list[Step]:
@@ -74,17 +78,25 @@ def steps_between(fetches: Sequence[Fetch | None]) -> list[Step]:
     ]
 
 
-def step_cost(steps: Sequence[Step], torch_threads: int) -> Step:
-    """Return the cost of a step once its batch is ready: lower quartiles, unaffected by validation and checkpoints."""
-    step_s = max(1e-6, _lower_quartile([step.step_s for step in steps]))
-    cpu_s = _lower_quartile([step.cpu_s for step in steps])
+def ramp_up(settings: LoaderSettings) -> int:
+    """Return the number of batches that may have been loaded before the first step, plus two."""
+    return settings.num_workers * (1 + (settings.prefetch_factor or 0)) + 2
+
+
+def step_cost(study: Sequence[Step], torch_threads: int, settings: LoaderSettings) -> Step:
+    """Return the cost of a step in a study with these settings, and the mean wait for its batch.
+
+    The cost once the batch is ready is the lower quartile, unaffected by validation and checkpoints.
+    """
+    steps_s = [step.step_s for step in study]
+    step_s = max(1e-6, sorted(steps_s)[len(study) // 4])
+    cpu_s = sorted(step.cpu_s for step in study)[len(study) // 4]
     busy = cpu_s / step_s
     threads = 0 if busy < _BUSY_SHARE * torch_threads else max(1, math.ceil(busy - 0.1))
-    return Step(step_s, cpu_s, threads=threads)
-
-
-def _lower_quartile(values: Sequence[float]) -> float:
-    return quantiles(values, n=4)[0] if len(values) > 1 else values[0]
+    waits_s, error_s = [step.wait_s for step in study[max(0, ramp_up(settings) - _WARM_UP_STEPS) :]], None
+    if len(waits_s) > 1:  # the 95 % interval of the wait, and the spread of the steps
+        error_s = 2 * stdev(waits_s) / len(waits_s) ** 0.5 + median(steps_s) - step_s
+    return Step(step_s, cpu_s, mean(waits_s or [0.0]), threads, error_s)
 
 
 def without_first_steps(steps: Sequence[Step]) -> Sequence[Step]:
@@ -166,9 +178,8 @@ class LoaderCase:
         """The plan that the costs alone suggest."""
         step = self.step
         cores = step.cpu_s / step.step_s if step.threads else 0.0
-        return plan_loader(
-            self.original, self.cost, step_s=step.step_s, host=self.host, cuda=self.cuda, step_cores=cores
-        )
+        step_s = step.step_s if step.error_s is None else step.step_s / _SLOWER_AFTER_WAITS
+        return plan_loader(self.original, self.cost, step_s=step_s, host=self.host, cuda=self.cuda, step_cores=cores)
 
 
 def max_workers(case: LoaderCase) -> int:
@@ -187,8 +198,9 @@ def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSetting
     """Return the settings to try next; ``None`` if there is nothing left to find out.
 
     The order is: the original settings, if they have workers; then the predicted number of workers, twice as many, and
-    half as many. If the best of these still waits, more workers or a longer queue; if the choice has the fewest, half
-    as many. Finally, if they are close, repetitions of the best, the choice, and those with fewer workers, in turns.
+    half as many. If the best of these still waits, more workers or a longer queue. Finally, if they are close,
+    repetitions of the best, the choice, and those between the prediction and it, in turns. The search ends if three
+    trials of the original settings do not reproduce the speed of training.
     """
     failed = [trial.settings.num_workers for trial in trials if trial.failed is not None]
     if len(failed) >= _MAX_FAILURES:
@@ -200,64 +212,77 @@ def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSetting
     if case.original.num_workers:
         wanted.insert(0, case.original)
     tried = Counter(_key(trial.settings) for trial in trials)
-    for settings in [*wanted, *_further(case, trials, most)]:
+    if why_unsure(case, trials) is not None:
+        again = case.original.num_workers and tried[_key(case.original)] < _TRIALS_OF_CLOSE
+        return case.original if again else None
+    best = min(combined(trials), key=_seconds)
+    workers = best.settings.num_workers
+    if workers and _seconds(best) >= MIN_CEILING * (_seconds(best) - best.wait_s):
+        if workers == max(trial.settings.num_workers for trial in trials) and workers < most:
+            wanted.append(_with_workers(case, min(most, 2 * workers)))
+        if workers <= most_workers_in_shm(case.cost, case.host, _DEEP_PREFETCH) and not case.step.threads:
+            wanted.append(replace(best.settings, prefetch_factor=_DEEP_PREFETCH))
+    for settings in wanted:
         if _key(settings) not in tried:
             return settings
     known = [trial for trial in combined(trials) if trial.measured]
     if not known:
         return None
-    best_s, chosen = min(map(_seconds, known)), _fewest_of_the_best(known)
+    best_s, chosen = min(map(_seconds, known)), _preferred(case, known)
+    most = chosen.settings.num_workers
+    fewest = min(most, case.plan.settings.num_workers)
     rivals = [
         trial.settings
         for trial in known
         if _seconds(trial) == best_s
-        or (_seconds(trial) <= _CLOSE * best_s and trial.settings.num_workers <= chosen.settings.num_workers)
+        or (_seconds(trial) <= _CLOSE * best_s and fewest <= trial.settings.num_workers <= most)
     ]
-    again = [settings for settings in rivals if tried[_key(settings)] < _TRIALS_OF_CLOSE]
-    return min(again, key=lambda settings: tried[_key(settings)]) if again and len(rivals) > 1 else None
+    rivals = [settings for settings in rivals if tried[_key(settings)] < _TRIALS_OF_CLOSE and len(rivals) > 1]
+    return min(rivals, key=lambda settings: tried[_key(settings)], default=None)
 
 
-def _further(case: LoaderCase, trials: Sequence[LoaderTrial], most: int) -> list[LoaderSettings]:
-    known = combined(trials)
-    if not known:
-        return []
-    best, chosen, further = min(known, key=_seconds), _fewest_of_the_best(known), []
-    workers, counts = best.settings.num_workers, [trial.settings.num_workers for trial in trials]
-    if workers and _seconds(best) >= MIN_CEILING * (_seconds(best) - best.wait_s):
-        if workers == max(counts) and workers < most:
-            further.append(_with_workers(case, min(most, 2 * workers)))
-        if workers <= most_workers_in_shm(case.cost, case.host, _DEEP_PREFETCH) and not case.step.threads:
-            further.append(replace(best.settings, prefetch_factor=_DEEP_PREFETCH))
-    if chosen.settings.num_workers == min(filter(None, counts), default=0) > 1:
-        further.append(replace(chosen.settings, num_workers=chosen.settings.num_workers // 2))
-    return further
-
-
-def _fewest_of_the_best(known: Sequence[LoaderTrial]) -> LoaderTrial:
+def _preferred(case: LoaderCase, known: Sequence[LoaderTrial]) -> LoaderTrial:
+    """Return the fewest workers within 3 % of the best; below the prediction only if none of these has as many."""
     good = [one for one in known if _seconds(one) <= (1 + TOLERANCE) * min(map(_seconds, known))]
-    return min(good, key=lambda one: (one.settings.num_workers, one.settings.prefetch_factor or 0))
+    enough = [one for one in good if one.settings.num_workers >= case.plan.settings.num_workers]
+    return min(enough or good, key=lambda one: (one.settings.num_workers, one.settings.prefetch_factor or 0))
+
+
+def why_unsure(case: LoaderCase, trials: Sequence[LoaderTrial]) -> str | None:
+    """Return how the trial of the original settings differs from training; ``None`` if it reproduces its speed."""
+    original = trial_of(trials, case.original)
+    if original is None or case.step.error_s is None:
+        return None
+    # Without workers, the trial waits as long as training, so that only the steps differ.
+    of_s = _seconds(original) if case.original.num_workers else case.step.step_s
+    trained_s = case.step.wait_s + case.step.step_s
+    if abs(_seconds(original) - trained_s) <= _REPRODUCED * of_s + case.step.error_s:
+        return None
+    return (
+        f"Not sure, so the original settings are kept. With these, training took {format_duration(trained_s)} from "
+        f"batch to batch, but a trial took {format_duration(_seconds(original))}."
+    )
 
 
 def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSettings, str]:
     """Return the settings to use and the reason: the fewest workers within 3 % of the best, if worth a change."""
     known, original = combined(trials), trial_of(trials, case.original)
+    if (unsure := why_unsure(case, trials)) is not None:
+        return case.original, unsure
     failures = [trial.failed for trial in trials if trial.failed is not None]
     if original is None or not any(one.measured for one in known):
         why = f"No settings could be tried: {failures[0]}" if failures else "The time budget was too short"
         return case.original, f"{why}."
-    chosen = _fewest_of_the_best(known)
+    chosen = _preferred(case, known)
     needed = _MIN_GAIN_ON_CPU if case.step.threads else 1 + TOLERANCE
-    speeds = f"{1 / _seconds(chosen):.3g} batches/s instead of {1 / _seconds(original):.3g} with the original settings"
     if _seconds(original) >= needed * _seconds(chosen):
-        return _in_use(case, trials, chosen.settings), f"{speeds}."
+        before, after = 1 / _seconds(original), 1 / _seconds(chosen)
+        reason = f"{after:.3g} batches/s instead of {before:.3g} with the original settings."
+        return _in_use(case, trials, chosen.settings), reason
     if failures:
         return case.original, f"The original settings are kept, because other settings failed: {failures[0]}."
-    if chosen is not original and case.step.threads and _seconds(original) > (1 + TOLERANCE) * _seconds(chosen):
-        return case.original, (
-            f"{chosen.settings.num_workers} workers would give {speeds}. The training step also uses the CPU, so a "
-            f"gain of less than {100 * (_MIN_GAIN_ON_CPU - 1):.0f} % is uncertain."
-        )
-    return case.original, f"No other settings were more than {100 * TOLERANCE:.0f} % faster."
+    less = " The training step also uses the CPU, so a smaller gain is uncertain." if case.step.threads else ""
+    return case.original, f"No other settings were more than {100 * (needed - 1):.0f} % faster.{less}"
 
 
 def _in_use(case: LoaderCase, trials: Sequence[LoaderTrial], settings: LoaderSettings) -> LoaderSettings:

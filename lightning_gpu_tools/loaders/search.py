@@ -23,12 +23,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.advice.failures import without_index
-from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderResult, LoaderTrial, trial_of
+from lightning_gpu_tools.advice.loader_plan import TOLERANCE, LoadCost, LoaderResult, LoaderTrial, trial_of
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched
 from lightning_gpu_tools.arguments import check_seconds
 from lightning_gpu_tools.host import HostBudget, private_memory_bytes, read_host_budget
 from lightning_gpu_tools.loaders.facts import read_loader_facts
-from lightning_gpu_tools.loaders.plan import LoaderCase, Step, choose, next_trial
+from lightning_gpu_tools.loaders.plan import LoaderCase, Step, choose, next_trial, ramp_up
 from lightning_gpu_tools.loaders.random_states import undisturbed
 from lightning_gpu_tools.loaders.settings import batch_bytes, fingerprint, plain_loader, settings_of
 from lightning_gpu_tools.loaders.workers import Batches
@@ -37,7 +37,6 @@ from lightning_gpu_tools.training.run_measurements import LoaderSettings
 from lightning_gpu_tools.units import printable
 
 _MAX_INDICES = 1024  # from the sampler; a search loads a few hundred batches
-_MAX_SAMPLING_S = 1.0
 # The cost of a batch is the mean over 4 to 60 batches, within this share of the budget. 60 reveal one slow batch in 20.
 _MIN_PROBED, _MAX_PROBED, _PROBE_SHARE = 4, 60, 0.05
 # A trial measures at least 24 batches and 0.4 s, until its mean is known to 2 %. If it is certainly 10 % slower than
@@ -45,6 +44,7 @@ _MIN_PROBED, _MAX_PROBED, _PROBE_SHARE = 4, 60, 0.05
 _MIN_BATCHES, _MIN_SECONDS, _PRECISION = 24, 0.4, 0.02
 _HOPELESS, _FIRST_BATCHES = 1.1, 8
 _TRIAL_SHARE = 0.12  # of the budget, at most; a search runs about eight trials
+_REHEARSALS = 3  # our default: the first ones show how much the stand-in can compute
 _CHUNK = bytes(1 << 16)  # hashlib releases Python's lock for 2 KiB or more
 _GRACE_S = 0.5  # for items in progress at the end of a trial
 # Part of the budget reserved for ending workers that hang.
@@ -64,6 +64,9 @@ class Trials:
     def __init__(self, loader: DataLoader[Any], step: Step, budget_s: float) -> None:
         self._loader = loader
         self._step = step
+        self._cpu_s = step.cpu_s
+        self._rest_s: float | None = None
+        self._overslept_s = 0.0
         self._budget_s = budget_s
         self._ends_s = time.perf_counter() + budget_s
         self._seeds = torch.Generator().manual_seed(0)
@@ -115,6 +118,23 @@ class Trials:
         )
         return cost, max(0.0, start_s - mean_s)
 
+    def rehearse(self, wait_s: float) -> float:
+        """Fit the stand-in to the step of a training without workers, with these waits; return the seconds it takes."""
+        step_s = seconds = self._step.step_s
+        count = min(_FIRST_BATCHES, int(_PROBE_SHARE * self._budget_s / (wait_s + step_s)))
+        for _ in range(_REHEARSALS if count else 0):
+            self._rest_s, rests_s, took_s = None, [], []
+            for _ in range(count):
+                time.sleep(wait_s)
+                began_s = time.perf_counter()
+                rests_s.append(self.stand_in())
+                took_s.append(time.perf_counter() - began_s)
+            self._rest_s, seconds = statistics.median(rests_s), statistics.median(took_s)
+            if seconds <= (1 + TOLERANCE) * step_s:
+                break
+            self._cpu_s *= step_s / seconds
+        return seconds
+
     def run(self, settings: LoaderSettings, best_s: float) -> LoaderTrial:
         """Run a trial of these settings, and end it early if they cannot match the best seconds per batch so far."""
         began_s = time.perf_counter()
@@ -126,7 +146,7 @@ class Trials:
                 next(batches)
                 start_s = time.perf_counter() - began_s
                 steps = self._steps(batches)
-                for _ in itertools.islice(steps, settings.num_workers * (1 + (settings.prefetch_factor or 0)) + 2):
+                for _ in itertools.islice(steps, ramp_up(settings)):
                     pass
                 for wait_s, step_s in steps:
                     waits.append(wait_s)
@@ -148,8 +168,8 @@ class Trials:
         """Return the estimated seconds until a trial has measured its first batches."""
         workers = settings.num_workers
         batch_s = max(self._step.step_s, cost.wall_s / workers)
-        ramp_up = workers * (1 + (settings.prefetch_factor or 0)) + _FIRST_BATCHES
-        return start_s * max(1.0, workers / cores) + cost.wall_s + ramp_up * batch_s
+        count = ramp_up(settings) + _FIRST_BATCHES
+        return start_s * max(1.0, workers / cores) + cost.wall_s + count * batch_s
 
     def _steps(self, batches: Batches) -> Iterator[tuple[float, float]]:
         """Yield the wait for each batch and the time of its step while the budget lasts."""
@@ -157,8 +177,26 @@ class Trials:
             began_s = time.perf_counter()
             next(batches)
             loaded_s = time.perf_counter()
-            stand_in(self._step)
+            self.stand_in()
             yield loaded_s - began_s, time.perf_counter() - loaded_s
+
+    def stand_in(self) -> float:
+        """Take the time of a step, part of which is computed if the step computes on the CPU; return the rest.
+
+        In 30 cases on the CPU, predictions were 26 % too fast on average with a step that sleeps, and 3 % with this.
+        """
+        step, began_s = self._step, time.perf_counter()
+        if step.threads:
+            threads = [threading.Thread(target=_burn, args=(self._cpu_s / step.threads,)) for _ in range(step.threads)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        computed_s = time.perf_counter()
+        rest_s = max(0.0, began_s + step.step_s - computed_s) if self._rest_s is None else self._rest_s
+        time.sleep(max(0.0, rest_s - self._overslept_s))
+        self._overslept_s = max(0.0, self._overslept_s + time.perf_counter() - computed_s - rest_s)
+        return rest_s
 
     def _is_enough(self, passed: Sequence[float], best_s: float) -> bool:
         count, seconds = len(passed), sum(passed)
@@ -179,22 +217,6 @@ def in_one_line(error: Exception) -> str:
     return printable(without_index(f"{type(error).__name__}: {error}").strip().splitlines()[-1], max_length=200)
 
 
-def stand_in(step: Step) -> None:
-    """Take as much wall time as a step and, if the step computes on the CPU, as much CPU time.
-
-    In 30 cases on the CPU, predictions were 26 % too fast on average with a step that sleeps, and 3 % with this one.
-    """
-    ends_s = time.perf_counter() + step.step_s
-    if step.threads:
-        others = [threading.Thread(target=_burn, args=(step.cpu_s / step.threads,)) for _ in range(step.threads - 1)]
-        for thread in others:
-            thread.start()
-        _burn(step.cpu_s / step.threads)
-        for thread in others:
-            thread.join()
-    time.sleep(max(0.0, ends_s - time.perf_counter()))
-
-
 def _burn(cpu_s: float) -> None:
     ends_s = time.thread_time() + cpu_s
     while time.thread_time() < ends_s:
@@ -205,13 +227,7 @@ def _sample_indices(loader: DataLoader[Any]) -> list[Any]:
     """Return the indices that a copy of the loader's sampler yields."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     memo = {id(loader.dataset): loader.dataset}  # do not copy the dataset, which samplers may refer to
-    ends_s = time.perf_counter() + _MAX_SAMPLING_S
-    found = []
-    for index in itertools.islice(copy.deepcopy(sampler, memo), _MAX_INDICES):
-        found.append(index)
-        if time.perf_counter() > ends_s:
-            break
-    return found
+    return list(itertools.islice(copy.deepcopy(sampler, memo), _MAX_INDICES))
 
 
 # Returns the facts of all ranks, identical on each, or raises SilentRankError.
@@ -229,7 +245,6 @@ def search(
     host: HostBudget,
     cuda: bool,
     budget_s: float,
-    alone_s: float | None = None,
     epoch_steps: int | None = None,
     bar: bool = False,
     gather: Gather = lambda facts: [facts],
@@ -237,15 +252,14 @@ def search(
     """Try a few settings, based on the cost of a batch, and return the best of them.
 
     The loader and all random numbers of this process do not change. With ``gather``, whose errors propagate, all ranks
-    search at the same time and get the same result. ``alone_s`` is the measured time for a batch in the training
-    process itself, if known; ``bar`` shows a progress bar.
+    search at the same time and get the same result. ``bar`` shows a progress bar.
     """
     began_s = time.perf_counter()
     original = settings = settings_of(loader)
     tried: list[LoaderTrial] = []
     with undisturbed(), _progress(budget_s, shown=bar) as show:
         show("a batch")
-        trials, own = _probed(loader, step, budget_s, alone_s)
+        trials, own = _probed(loader, step, budget_s)
         everyones = gather({**own, "host": dataclasses.asdict(host)})
         failed = next((facts["failed"] for facts in everyones if facts["failed"]), None)
         if failed or trials is None:
@@ -263,9 +277,9 @@ def search(
                 epoch_steps=epoch_steps,
             )
             # Without workers, batch and step run one after the other.
-            wait_s = max(facts["alone_s"] for facts in everyones)
+            wait_s, step_s = (max(facts[name] for facts in everyones) for name in ("alone_s", "step_s"))
             alone = dataclasses.replace(original, num_workers=0, prefetch_factor=None, persistent_workers=False)
-            tried.append(LoaderTrial(settings=alone, batch_s=wait_s + step.step_s, wait_s=wait_s, measured=False))
+            tried.append(LoaderTrial(settings=alone, batch_s=wait_s + step_s, wait_s=wait_s, measured=False))
             while (left_s := min(facts["left_s"] for facts in everyones)) > 0:
                 following = next_trial(case, tried)
                 if following is None:
@@ -292,9 +306,7 @@ def search(
     )
 
 
-def _probed(
-    loader: DataLoader[Any], step: Step, budget_s: float, alone_s: float | None
-) -> tuple[Trials | None, dict[str, Any]]:
+def _probed(loader: DataLoader[Any], step: Step, budget_s: float) -> tuple[Trials | None, dict[str, Any]]:
     """Return the trials, and the facts for the other ranks."""
     failure = "its sampler yields no batches"
     try:
@@ -305,10 +317,12 @@ def _probed(
         cost, start_s = trials.probe()
     except Exception as error:  # noqa: BLE001 - any error of a sampler or dataset is a reason not to change the loader
         return None, {"failed": f"{failure} ({in_one_line(error)})"}
+    alone = step.error_s is not None and not loader.num_workers
     return trials, {
         "failed": None,
         "cost": dataclasses.asdict(cost),
-        "alone_s": cost.wall_s if alone_s is None else alone_s,
+        "alone_s": step.wait_s if alone else cost.wall_s,
+        "step_s": trials.rehearse(step.wait_s) if alone else step.step_s,
         "start_s": start_s,
         "left_s": trials.left_s,
     }
@@ -340,7 +354,7 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
     (affinity and cgroup), memory, ``/dev/shm``. Then tries a few candidates with a training step that sleeps. Like a
     step on a GPU, this leaves the cores to the workers; for steps on the CPU, use
     :class:`~lightning_gpu_tools.NumWorkersFinder`. The result is the smallest number of workers within 3 % of the best,
-    or the loader's current settings if they are as good.
+    but not fewer than predicted, or the loader's current settings if they are as good.
 
     Does not change the loader, its dataset, sampler, and generator, or the random numbers of this process: batches are
     loaded only in worker processes.

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
@@ -291,7 +290,8 @@ class _Fit:
         for one in self._switches:
             one.fetches = None
         obstacle, nothing = self._obstacle(switch)
-        cost = None if obstacle else plan.step_cost(self._study, torch.get_num_threads())._asdict()
+        threads = torch.get_num_threads()
+        cost = None if obstacle or not switch else plan.step_cost(self._study, threads, switch.original)._asdict()
         all_facts = self._gather({"obstacle": obstacle, "nothing": nothing, "step": cost})
         obstacle = next((facts["obstacle"] for facts in all_facts if facts["obstacle"]), None)
         if obstacle or switch is None or self._tuned is None:
@@ -310,7 +310,6 @@ class _Fit:
             host=read_host_budget(local_ranks=run.place.local_ranks),
             cuda=trains_on_gpu(trainer),
             budget_s=self._finder.budget_s,
-            alone_s=None if switch.original.num_workers else mean(one.wait_s for one in self._study),
             # Workers cannot outlive an epoch whose loader is recreated.
             epoch_steps=None if trainer.reload_dataloaders_every_n_epochs else run.epoch_steps,  # type: ignore[attr-defined]
             bar=trainer.is_global_zero and trainer.progress_bar_callback is not None,

@@ -125,6 +125,8 @@ def searched(chosen: LoaderSettings, *tried: tuple[LoaderSettings, float]) -> Lo
         ),
         (searched(NO_WORKERS, (NO_WORKERS, 0.05), (FOUND, 0.06)), "io_bound", "do less work per sample", 5.0),
         (searched(NO_WORKERS), "too_few_workers", "As measured.", None),
+        # The search ended after a trial of these settings.
+        (searched(NO_WORKERS, (NO_WORKERS, 0.05)), "too_few_workers", "As measured.", None),
     ],
 )
 def test_measurements_of_a_search_replace_the_prediction(

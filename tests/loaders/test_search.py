@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from trainings import Samples, Stream
 
 from lightning_gpu_tools import find_loader_settings
+from lightning_gpu_tools.advice.examples import a_host
+from lightning_gpu_tools.loaders import search
+from lightning_gpu_tools.loaders.plan import Step
 
 LOAD_S, STEP_S = 0.02, 0.005
 
@@ -26,7 +31,7 @@ def test_a_loader_that_waits_gets_workers_and_is_not_touched() -> None:
     sampler = RandomSampler(samples, generator=generator)
     loader = DataLoader(samples, batch_size=None, sampler=sampler, generator=generator)
     states, state, attributes = frozen_states(), generator.get_state(), dict(vars(loader))
-    result = find_loader_settings(loader, STEP_S, budget_s=6)
+    result = find_loader_settings(loader, STEP_S, budget_s=30)
     assert frozen_states() == states
     assert torch.equal(generator.get_state(), state)
     assert vars(loader) == attributes
@@ -98,3 +103,62 @@ def test_items_that_hang_end_the_search_within_its_budget() -> None:
     assert time.monotonic() - began_s < 60  # the item alone takes 1,000
     assert "timed out" in result.reason
     assert not multiprocessing.active_children()
+
+
+class Clock:
+    """Time that passes only where a program sleeps or computes."""
+
+    def __init__(self, oversleeps: float = 1.0, seconds_per_cpu_s: float = 1.0) -> None:
+        self.oversleeps, self.seconds_per_cpu_s = oversleeps, seconds_per_cpu_s
+        self.now_s = self.cpu_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += self.oversleeps * seconds
+
+    def thread_time(self) -> float:
+        self.cpu_s += 0.0001
+        self.now_s += 0.0001 * self.seconds_per_cpu_s
+        return self.cpu_s
+
+
+def test_the_stand_in_takes_as_long_as_the_step_where_sleeping_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(oversleeps=1.3)
+    monkeypatch.setattr(search, "time", clock)
+    trials = search.Trials(DataLoader(Samples(9)), Step(0.01), budget_s=30)
+    began_s = clock.now_s
+    for _ in range(20):
+        trials.stand_in()
+    assert (clock.now_s - began_s) / 20 == pytest.approx(0.01, rel=0.03)
+
+
+@pytest.mark.parametrize(("seconds_per_cpu_s", "rest_s"), [(1.5, 0.005), (3.0, 0.0)])
+def test_what_a_step_computes_is_faster_once_it_no_longer_waits(
+    monkeypatch: pytest.MonkeyPatch, seconds_per_cpu_s: float, rest_s: float
+) -> None:
+    clock = Clock(seconds_per_cpu_s=seconds_per_cpu_s)
+    monkeypatch.setattr(search, "time", clock)
+    trials = search.Trials(DataLoader(Samples(9)), Step(0.02, cpu_s=0.01, threads=1), budget_s=30)
+    # It computes less if other programs slow it down.
+    assert trials.rehearse(0.04) == pytest.approx(0.02, rel=0.05)
+    computed_s = (0.02 - rest_s) / seconds_per_cpu_s
+    for now in (1.0, 4.0):
+        clock.seconds_per_cpu_s, began_s = now, clock.now_s
+        trials.stand_in()
+        assert clock.now_s - began_s == pytest.approx(rest_s + now * computed_s, rel=0.05)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stand_in_that_is_slower_than_the_step_changes_nothing(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    slow = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: time.sleep(seconds + 0.03)})
+    monkeypatch.setattr(search, "time", slow)
+    loader = DataLoader(Samples(90, time.sleep, LOAD_S), batch_size=None, num_workers=workers)
+    step = Step(STEP_S, wait_s=LOAD_S - workers * STEP_S, error_s=0.0001)
+    result = search.search(loader, step=step, host=a_host(8.0), cuda=False, budget_s=6)
+    assert result.settings == result.original
+    assert {trial.settings.num_workers for trial in result.trials} == {0, workers}
+    trained_ms, tried_ms = re.search(r"training took ([\d.]+) ms .* a trial took ([\d.]+) ms", result.reason).groups()  # type: ignore[union-attr]
+    assert float(trained_ms) == pytest.approx(1000 * (step.wait_s + step.step_s))
+    assert float(tried_ms) >= 30  # of the stand-in alone
