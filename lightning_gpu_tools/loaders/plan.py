@@ -276,9 +276,8 @@ def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSetti
     chosen = _preferred(case, known)
     needed = _MIN_GAIN_ON_CPU if case.step.threads else 1 + TOLERANCE
     if _seconds(original) >= needed * _seconds(chosen):
-        before, after = 1 / _seconds(original), 1 / _seconds(chosen)
-        reason = f"{after:.3g} batches/s instead of {before:.3g} with the original settings."
-        return _in_use(case, trials, chosen.settings), reason
+        speeds = f"{1 / _seconds(chosen):.3g} batches/s instead of {1 / _seconds(original):.3g}"
+        return _in_use(case, trials, chosen.settings), f"{speeds} with the original settings."
     if failures:
         return case.original, f"The original settings are kept, because other settings failed: {failures[0]}."
     less = " The training step also uses the CPU, so a smaller gain is uncertain." if case.step.threads else ""
