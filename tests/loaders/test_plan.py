@@ -118,6 +118,8 @@ KILLED = trial(4, None, failed="killed")
         # The prediction is five workers, for steps that turn out shorter. Fewer have to be faster than five.
         (case(), [trial(0, 0.05), trial(5, 0.0101), trial(10, 0.01), trial(3, 0.0100)], 5, "99 batches/s"),
         (case(), [trial(0, 0.05), trial(5, 0.0105), trial(10, 0.0105), trial(3, 0.0100)], 3, "100 batches/s"),
+        # A loader in memory loses the workers that it does not need.
+        (case(0.0001, original=workers(4)), [trial(0, 0.0101), trial(4, 0.0105), trial(2, 0.0104)], 0, "99 batches/s"),
         # A step that computes needs a gain of 15 %.
         (ON_CPU, [trial(0, 0.0113), trial(2, 0.0100)], 0, "more than 15 % faster. The training step also uses the CPU"),
         (ON_CPU, [trial(0, 0.0116), trial(2, 0.0100)], 2, "batches/s instead of"),

@@ -44,13 +44,6 @@ def test_a_loader_that_waits_gets_workers_and_is_not_touched() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_a_loader_in_memory_loses_the_workers_it_does_not_need() -> None:
-    loader = DataLoader(Samples(200), batch_size=4, num_workers=4)
-    result = find_loader_settings(loader, 0.0005, budget_s=3)
-    assert result.settings is not None
-    assert result.settings.num_workers == 0
-
-
 class Broken(Samples):
     def __getitem__(self, index: int) -> torch.Tensor:
         raise KeyError("no such sample")
