@@ -41,7 +41,7 @@ class ExactResume(GuardedCallback):
 
     At SIGTERM and SIGUSR1, also during validation, all ranks save one step as ``last.ckpt`` in the folder of
     ``ModelCheckpoint``, else in ``default_root_dir``, and end with exit code 143. ``max_time`` saves in the same way.
-    Where SLURM requeues jobs, SIGUSR1 calls Lightning's handler at that step.
+    Where SLURM requeues jobs, its signal calls Lightning's handler at that step.
 
     Raises:
         CheckpointMismatchError: In ``fit``: the checkpoint was saved by another number of ranks.

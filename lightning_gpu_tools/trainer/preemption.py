@@ -57,12 +57,11 @@ class Preemption:
         """Take the signals over from Lightning, whose handlers broadcast or save at once, in the middle of a step."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in _SIGNALS:
+        for number in signal.valid_signals():
             current: Any = signal.getsignal(number)
-            if current == self._ask:
-                continue
             is_lightnings = callable(current) and family_of(type(current)) is not None
-            if number == signal.SIGTERM or is_lightnings or current is signal.SIG_DFL:  # not a user's own
+            is_free = number in _SIGNALS and current is signal.SIG_DFL  # not a user's own
+            if current != self._ask and (number == signal.SIGTERM or is_lightnings or is_free):
                 self._before.setdefault(number, current)
                 if is_lightnings and number != signal.SIGTERM:
                     self.requeue = functools.partial(current, number, None)

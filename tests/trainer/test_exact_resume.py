@@ -413,8 +413,9 @@ def test_weights_that_are_exchanged_for_validation_are_not_saved(
     assert model.layer[0].weight.any()
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP], ids=["usual", "another"])
 def test_a_job_of_slurm_is_saved_and_requeued_at_the_end_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     environment = {"JOB_ID": "3", "JOB_NAME": "train", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
     for name, value in {**environment, "JOB_NODELIST": "localhost"}.items():
@@ -425,11 +426,11 @@ def test_a_job_of_slurm_is_saved_and_requeued_at_the_end_of_a_step(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     model = validated()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    slurm = [SLURMEnvironment(auto_requeue=True)]
+    slurm = [SLURMEnvironment(auto_requeue=True, requeue_signal=number)]
     expected = everything(train(tmp_path / "whole", model, 7, saves=False, plugins=slurm), model)
     model = validated()
     model.load_state_dict(weights)
-    asking = Ask(20, "on_train_batch_start", signal.SIGUSR1)
+    asking = Ask(20, "on_train_batch_start", number)
     train(tmp_path / "asked", model, 7, more=[asking], saves=False, plugins=slurm)  # goes on until SLURM ends it
     assert (tmp_path / "said").read_text() == "requeue 3\n"
     model = validated()
