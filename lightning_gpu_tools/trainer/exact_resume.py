@@ -325,8 +325,11 @@ class _Run:
 
     def _save(self, why: str) -> None:
         trainer = self.trainer
-        folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
+        saving = trainer.checkpoint_callback
+        folder = getattr(saving, "dirpath", None) or trainer.default_root_dir
         path = os.path.join(folder, "last.ckpt")
+        if saving is not None:
+            saving.last_model_path = path  # a resumed run would save as last-v1.ckpt, and leave this file as it is
         unfinished = path if "://" in folder else f"{path}.unfinished"
         trainer.save_checkpoint(unfinished)
         self._saved = unfinished, path

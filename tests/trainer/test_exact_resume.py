@@ -368,6 +368,16 @@ def test_a_training_that_is_asked_to_stop_saves_and_goes_on(
         resume(re.search(r"ckpt_path='(.*)'\)", caplog.text)[1])  # type: ignore[index]
 
 
+def test_a_resumed_run_goes_on_with_the_file_of_the_signal(tmp_path: Path) -> None:
+    options: Any = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "max_epochs": 2}
+    for more in [Ask(3, "on_train_batch_end")], []:
+        with pytest.raises(SystemExit) if more else nullcontext():
+            saving = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=0, save_last=True)
+            Trainer(callbacks=[*more, ExactResume(), saving], **options).fit(Model(plain), ckpt_path="last")
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
+    assert torch.load(tmp_path / "last.ckpt")["global_step"] == 25
+
+
 PLUGINS = [PortableCheckpointIO, AsyncCheckpointIO, lambda: AsyncCheckpointIO(PortableCheckpointIO())]
 
 
