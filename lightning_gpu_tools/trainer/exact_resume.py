@@ -119,6 +119,11 @@ class ExactResume(GuardedCallback):
             self._run.mend_progress(checkpoint)
 
     @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._run is not None:
+            self._run.close()  # keeps its state, which ModelCheckpoint may save after this
+
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._give_up()
 
