@@ -143,6 +143,8 @@ class _Run:
         self._resumed: list[Any] | None = None  # the random states to go on with, until the first step
         self._outside: list[Any] | None = None  # those of training, during validation
         self._ended = False  # whether the position that was restored is at the end of an epoch
+        self._epoch_is_open = False  # whether the restored epoch goes on
+        self._trains: torch.Tensor | None = None  # which parameters do, in the restored state
         self._metrics: dict[str, Any] | None = None  # of the epoch to go on with, see `epoch_metrics`
         ranks = self.trainer.world_size
         store = (own_store() or default_store()) if ranks > 1 else None
@@ -196,6 +198,7 @@ class _Run:
 
     def training_started(self) -> None:
         self.preemption.listen()
+        self._repeat_epoch_start()
         for sentence in self._inexact():
             rank_zero_warn(f"ExactResume: {sentence}")
         if self._metrics is not None:
@@ -203,6 +206,17 @@ class _Run:
             if self.positions.has_ended:
                 epoch_metrics.restore_ended(self.trainer, self._metrics)
                 self._metrics = None
+
+    def _repeat_epoch_start(self) -> None:
+        """Do what happened at the start of this or an earlier epoch, which Lightning leaves out when it resumes."""
+        trainer = self.trainer
+        parameters = list(trainer.lightning_module.parameters())
+        if self._trains is not None and len(self._trains) == len(parameters):  # it may have been unfrozen at an epoch
+            for parameter, trains in zip(parameters, self._trains.tolist(), strict=True):
+                parameter.requires_grad_(trains)
+        for callback in trainer.callbacks if self._epoch_is_open else []:
+            if any(base_of(callback, name) for name in ("GradientAccumulationScheduler", "StochasticWeightAveraging")):
+                callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
     def epoch_started(self) -> None:
         self._put_back()
@@ -271,6 +285,17 @@ class _Run:
                 f"{type(trainer.lightning_module).__name__}.on_train_batch_end runs after ModelCheckpoint has saved, "
                 "so what it changes is not in the file. Do that in on_train_batch_end of a callback."
             )
+        if self._epoch_is_open and overrides(trainer.lightning_module, "LightningModule", "on_train_epoch_start"):
+            yield (
+                f"{type(trainer.lightning_module).__name__}.on_train_epoch_start does not run again in the resumed "
+                "epoch. What it sets has to be set in on_train_start, too."
+            )
+        for callback in trainer.callbacks:
+            if base_of(callback, "LearningRateFinder") or base_of(callback, "BatchSizeFinder"):
+                name = type(callback).__name__
+                yield f"{name} searches again when the run is resumed. Set what it has found, and remove {name}."
+            if base_of(callback, "OnExceptionCheckpoint") or getattr(callback, "save_on_exception", False):
+                yield "A checkpoint saved on an exception is of the middle of a step, and its batch is not seen again."
         is_on_gpu = self._device.type == "cuda"
         if is_on_gpu and not torch.are_deterministic_algorithms_enabled():
             yield "Kernels on the GPU may round differently in each run. Trainer(deterministic=True) ends that."
@@ -369,6 +394,7 @@ class _Run:
             "random": self._resumed or self._outside or packed_states(self._device),
             "at_end": ended,
             "epoch_is_open": progress.processed < progress.started,
+            "trains": torch.tensor([one.requires_grad for one in self.trainer.lightning_module.parameters()]),
             "metrics": self._metrics or epoch_metrics.collected(self.trainer),
         }
         ranks: list[Any] = [mine]
@@ -386,9 +412,10 @@ class _Run:
             )
         mine = state["ranks"][self.trainer.global_rank]
         self.positions.load_state_dict(mine)
-        self.positions.has_ended = mine["at_end"] and mine["epoch_is_open"]
-        self._resumed, self._ended = mine["random"], mine["at_end"]
-        self._metrics = mine["metrics"] if mine["epoch_is_open"] else None
+        self._resumed, self._ended, self._trains = mine["random"], mine["at_end"], mine["trains"]
+        self._epoch_is_open = mine["epoch_is_open"]
+        self.positions.has_ended = self._ended and self._epoch_is_open
+        self._metrics = mine["metrics"] if self._epoch_is_open else None
 
     def mend_progress(self, checkpoint: dict[str, Any]) -> None:
         """Let a resumed run finish a step that was saved before or in its validation, or before its epoch's end.

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,7 +20,14 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
@@ -216,21 +224,26 @@ def train(
 
 
 def check(
-    folder: Path, make: Callable[[], LightningModule], steps: list[int], again: Any = None, **options: Any
+    folder: Path,
+    make: Callable[[], LightningModule],
+    steps: list[int],
+    again: Any = None,
+    callbacks: Callable[[], list[Callback]] = list,
+    **options: Any,
 ) -> None:
     """Compare a training with those that are killed after these steps and go on."""
     seed_everything(1)
     model = make()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    expected = everything(train(folder / "whole", model, 7, **options), model)
+    expected = everything(train(folder / "whole", model, 7, more=callbacks(), **options), model)
     for step in steps:
         model = make()
         model.load_state_dict(weights)
         with pytest.raises(RuntimeError, match="killed"):
-            train(folder / f"{step}", model, 7, more=[Kill(step)], **options)
+            train(folder / f"{step}", model, 7, more=[*callbacks(), Kill(step)], **options)
         ckpt = max((folder / f"{step}").glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
         model = (again or make)()
-        resumed = everything(train(folder / f"{step}", model, 99, ckpt=ckpt, **options), model)
+        resumed = everything(train(folder / f"{step}", model, 99, ckpt, more=callbacks(), **options), model)
         differ = [name for name in expected if not same(expected[name], resumed[name])]
         assert not differ, (step, differ)
 
@@ -303,6 +316,66 @@ def test_a_torchmetric_goes_on_in_its_epoch_and_at_its_end(tmp_path: Path, step:
 def test_the_number_of_workers_may_change(tmp_path: Path, workers: tuple[int, int]) -> None:
     before, after = (lambda count=count: Model(partial(plain, shuffle=True, num_workers=count)) for count in workers)
     check(tmp_path, before, [9], after)
+
+
+class Unfreezing(BaseFinetuning):
+    """A layer that trains from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.layer[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.layer[0], optimizer, lr=0.01)
+
+
+class Unscheduled(Model):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+CALLBACKS: dict[str, Callable[[], Callback]] = {
+    "averaging": partial(StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1),
+    "accumulation": partial(GradientAccumulationScheduler, {0: 1, 1: 2}),
+    "finetuning": Unfreezing,
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_what_callbacks_do_at_the_start_of_an_epoch_is_kept(tmp_path: Path, name: str) -> None:
+    check(tmp_path, lambda: Unscheduled(plain), [6, 20, 33], callbacks=lambda: [CALLBACKS[name]()])
+
+
+class Curriculum(Model):
+    """Samples that are harder in each epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        self.factor = 1.0 + self.current_epoch
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(self.factor * batch)
+
+
+class SetInBoth(Curriculum):
+    def on_train_start(self) -> None:
+        self.on_train_epoch_start()
+
+
+def test_a_hook_that_is_not_repeated_is_named(tmp_path: Path) -> None:
+    with pytest.raises(AttributeError, match="factor"):  # noqa: SIM117
+        with pytest.warns(UserWarning, match=r"Curriculum\.on_train_epoch_start does not .* in on_train_start, too"):
+            check(tmp_path, lambda: Curriculum(plain), [20])
+    check(tmp_path / "both", lambda: SetInBoth(plain), [20])
+
+
+def test_a_training_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    model = Model(plain)
+    hooks, threads = vars(model).keys(), threading.active_count()
+    before = set(hooks)
+    with pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path, model, 7, more=[Kill(3)])
+    assert {name for name in set(hooks) - before if name.startswith("on_")} == set()
+    assert threading.active_count() == threads
 
 
 # Signals
@@ -630,6 +703,20 @@ INEXACT = {
 def test_what_cannot_be_exact_is_said_before_the_first_step(tmp_path: Path, sentence: str) -> None:
     with pytest.warns(UserWarning, match=sentence), pytest.raises(RuntimeError, match="killed"):
         train(tmp_path, INEXACT[sentence](), 7, more=[Kill(0)])
+
+
+TUNERS: dict[str, Callable[[], Callback]] = {
+    "LearningRateFinder searches again": partial(LearningRateFinder, num_training_steps=12),
+    "A checkpoint saved on an exception is": partial(ModelCheckpoint, save_on_exception=True),
+}
+
+
+@pytest.mark.parametrize("sentence", TUNERS)
+def test_callbacks_with_which_a_run_is_not_exact_are_named(tmp_path: Path, sentence: str) -> None:
+    model = Unscheduled(plain)
+    model.lr = 0.02  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match=sentence), pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path, model, 7, more=[TUNERS[sentence](), Kill(0)])
 
 
 @pytest.mark.follows("Remove that option.")
