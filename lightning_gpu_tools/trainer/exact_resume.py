@@ -125,6 +125,8 @@ class ExactResume(GuardedCallback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._run is not None:
+            self._run.finish_saving()
         self._give_up()
 
     @override
@@ -326,7 +328,7 @@ class _Run:
         else:
             rank_zero_info(f"{name}: ends before the first step, so there is nothing to save.")
             outcome = "preempted before the first step"
-        self._finish_saving()
+        self.finish_saving()
         stop = lookup(self.trainer, "utilities.exceptions:SIGTERMException")
         # A launcher kills rank 0 if another rank ends with an error. Without a number, Lightning's ends with 0.
         error = stop(128 + signal.SIGTERM if self.trainer.is_global_zero else 0)
@@ -368,7 +370,7 @@ class _Run:
             f"{self.preemption.last_save_s:.1f} s. To go on, start the same command with fit(..., ckpt_path={path!r})."
         )
 
-    def _finish_saving(self) -> None:
+    def finish_saving(self) -> None:
         """Give the file its name. After ``max_time``, only once ModelCheckpoint has saved the state of the end."""
         saved, self._saved = self._saved, None
         if saved is None or saved[0] == saved[1]:
@@ -444,8 +446,6 @@ class _Run:
             validation["is_last_batch"] = False
 
     def close(self) -> None:
-        if self._saved is not None:
-            self._finish_saving()
         self.preemption.close()
         self._wrappers.undo()
         self.positions.close()
