@@ -120,6 +120,9 @@ def test_the_figures_of_the_readme_are_those_of_its_results() -> None:
     off = [abs(one["error"]["in use"]) for one in results("h200/dry_run_peaks")["runs"]]
     assert f"[{100 * mean(off):.1f} % from what a dry run predicted]" in readme
     assert f"{100 * max(off):.1f} % at most" in readme
+    *_, ours = results("crash_consistency")["kills"].values()
+    assert {kill["verdict"] for kill in ours} == {"PASS"}
+    assert "ckpt-chaos, [agrees]" in readme
 
 
 def test_the_classifiers_name_the_pythons_that_were_run() -> None:

@@ -39,7 +39,8 @@ TABLES: dict[str, Callable[[], str]] = {
             *(loaders.ceilings, loaders.loader_settings, loaders.loader_searches),
             *(suites.diagnosis, suites.versions, suites.lightning_tests, suites.stalls),
             *(costs.step_overhead, costs.source_lines, costs.scale),
-            *(checkpoints.checkpoint_keys, checkpoints.checkpoint_io, checkpoints.exact_resume),
+            *(checkpoints.checkpoint_keys, checkpoints.checkpoint_io),
+            *(checkpoints.exact_resume, checkpoints.crash_consistency),
             *(projects.real_projects,),
             *(
                 fields.gpu_metrics,

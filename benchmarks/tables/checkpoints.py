@@ -64,3 +64,23 @@ def exact_resume() -> str:
         f"`ExactResume` adds {costs} to a batch in the training thread, and {found['added_bytes'] / 1000:.0f} kB to a "
         "checkpoint. " + source("exact_resume.py", "exact_resume"),
     )
+
+
+def crash_consistency() -> str:
+    found = results("crash_consistency")
+    verdicts = ("PASS", "HARD_FAIL", "SILENT_DIVERGENCE", "LOST_WORK")
+    rows = []
+    for name, kills in found["kills"].items():
+        given = [kill["verdict"] for kill in kills]
+        rows.append((name, str(len(given)), *(str(given.count(verdict)) for verdict in verdicts)))
+    machine = found["machine"]
+    return block(
+        table(("", "kills", *verdicts), *rows),
+        f"Judged by ckpt-chaos {machine['ckpt-chaos']}, which others wrote. It ends a training at each file event of "
+        "its saves, or there by SIGTERM, or with half of a file. It runs it again from `last`, and compares its "
+        "weights in the last bit. It cuts no temporary file of `PortableCheckpointIO`, whose writes it does not see. "
+        "HARD_FAIL: it cannot go on. LOST_WORK: it goes on from an older file than it could. The training has shuffled "
+        "batches, dropout and augmentation, and saves twice within its epoch. Its temporary files are on another file "
+        f"system than its checkpoints, so Lightning {machine['lightning']} copies each of them into place. The runs of "
+        "plain Lightning that pass begin again at step 0. " + source("crash_consistency.py", "crash_consistency"),
+    )

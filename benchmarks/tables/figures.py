@@ -14,6 +14,8 @@ def figures() -> str:
     """Return the main figures. Later tables have the details."""
     peers, overhead, picks = results("diagnosis_peers"), results("step_overhead"), results("pick_speed")
     loads, saves, searches = results("checkpoint_keys"), results("checkpoint_io"), results("loader_settings")
+    crashes = results("crash_consistency")
+    theirs, ours = crashes["kills"]
     stalls = [one for one in results("stall_suite")["answers"] if one["known"]]
     large = next(one for one in results("scale")["sizes"] if one["ranks"] == 1024)
 
@@ -25,6 +27,10 @@ def figures() -> str:
 
     def loaded(*tools: str) -> str:
         return ", ".join(f"{tool} {[*loads['files'][tool].values()].count('loads')}" for tool in tools)
+
+    def passed(name: str) -> str:
+        verdicts = [kill["verdict"] for kill in crashes["kills"][name]]
+        return f"{verdicts.count('PASS')} of {len(verdicts)}"
 
     def took_s(key: str) -> str:
         seconds = [one[key] for one in searches["loaders"].values()]
@@ -77,6 +83,12 @@ def figures() -> str:
             saved_s("PortableCheckpointIO"),
             f"Lightning {saved_s('TorchCheckpointIO')}",
             "checkpoint_io",
+        ),
+        (
+            f"kills while saving after which ckpt-chaos {crashes['machine']['ckpt-chaos']} passes the resumed run",
+            passed(ours),
+            f"Lightning {passed(theirs)}",
+            "crash_consistency",
         ),
     ]
     python = f"Python alone {ms['python -c pass']}"
