@@ -513,7 +513,7 @@ def test_a_job_of_slurm_is_saved_and_requeued_at_the_end_of_a_step(
     expected = everything(train(tmp_path / "whole", model, 7, saves=False, plugins=slurm), model)
     model = validated()
     model.load_state_dict(weights)
-    asking = Ask(20, "on_train_batch_start", number)
+    asking = Ask(20, "on_after_backward", number)
     train(tmp_path / "asked", model, 7, more=[asking], saves=False, plugins=slurm)  # goes on until SLURM ends it
     assert (tmp_path / "said").read_text() == "requeue 3\n"
     model = validated()
