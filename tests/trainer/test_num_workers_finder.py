@@ -140,7 +140,9 @@ def test_a_short_training_gets_workers_and_stays_the_same(tmp_path: Path, option
     "let `NumWorkersFinder()` measure and apply them",
     "*Next* has `DataLoader(..., num_workers=...)`",
 )
-def test_the_finder_that_the_advice_names_applies_its_settings(tmp_path: Path) -> None:
+def test_the_finder_that_the_advice_names_applies_its_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     advisor = GPUUtilizationAdvisor(min_steps=10, min_seconds=0.0)
     train(tmp_path, [advisor], shuffled(Slow(50)))
     assert advisor.diagnosis is not None
@@ -148,9 +150,12 @@ def test_the_finder_that_the_advice_names_applies_its_settings(tmp_path: Path) -
     assert named is not None
     assert re.search(r"DataLoader\(\.\.\., num_workers=\d", advisor.diagnosis.next_step)
     finder = getattr(lightning_gpu_tools, named[1])()
-    watch = train(tmp_path, [finder], shuffled(Slow(50)))
-    assert finder.result.applied
-    assert watch.workers[-1] == finder.result.settings.num_workers > 0
+    with caplog.at_level("INFO"):
+        watch = train(tmp_path, [finder], shuffled(Slow(50)))
+    # If others slow the machine down, it compares again with the original settings, and the training ends before.
+    in_use = re.search(r"num_workers=([1-9]).* is now in use", caplog.text)
+    assert in_use is not None
+    assert int(in_use[1]) in watch.workers
 
 
 def test_without_apply_the_settings_are_measured_and_advised(tmp_path: Path) -> None:
