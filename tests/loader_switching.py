@@ -19,7 +19,7 @@ from trainings import Boom, Model, Samples, quiet_trainer
 
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.loaders import plan, search
-from lightning_gpu_tools.loaders.handover import restore, switchable
+from lightning_gpu_tools.loaders.passes import continued
 from lightning_gpu_tools.loaders.random_states import random_states
 from lightning_gpu_tools.trainer import num_workers_finder
 from lightning_gpu_tools.types import LoaderSettings
@@ -178,11 +178,10 @@ class SwitchAt(Callback):
             for known, made in self.made:
                 if loader in (known, made):
                     return made
-            try:
-                made = switchable(loader)  # type: ignore[arg-type]
-            except ValueError:
-                return loader
-            made.switch.chosen = self.made[0][1].switch.chosen if self.made else None  # type: ignore[attr-defined]
+            made = continued(loader)  # type: ignore[arg-type]
+            made.loading.is_watched = True
+            if self.made and self.made[0][1].loading.has_changed:
+                made.loading.use(self.made[0][1].loading.in_use)
             self.made.append((loader, made))
             return made
 
@@ -191,8 +190,8 @@ class SwitchAt(Callback):
     def _at(self, trainer: Trainer, done: int) -> None:
         if (trainer.current_epoch, done) == (self.epoch, self.done) and self.after is not None:
             for _, made in self.made:
-                made.switch.obstacle()  # which ends the watch
-                made.switch.use(self.after)
+                made.loading.obstacle()  # which ends the watch
+                made.loading.use(self.after)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._at(trainer, 0)
@@ -205,7 +204,7 @@ class SwitchAt(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         while self.made:
-            restore(self.made.pop()[1])
+            self.made.pop()[1].loading.close()
 
 
 def train(loaders: Any, *callbacks: Callback, folder: Path, validation: Any = None, **options: Any) -> Drawing:

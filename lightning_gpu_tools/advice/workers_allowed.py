@@ -83,8 +83,6 @@ def why_not_searched(facts: LoaderFacts) -> str | None:
     kind = printable(facts.kind.rpartition(".")[2])
     if not facts.is_torch:
         return f"it is a {printable(facts.kind)}, not a torch DataLoader"
-    if facts.is_resumable:
-        return "ExactResume keeps its position. Find the settings in a run without it"
     if facts.keeps_position:
         return f"a {kind} keeps its position (state_dict), which new workers would lose"
     allowed = workers_allowed(facts)

@@ -36,7 +36,6 @@ from lightning_gpu_tools.loaders.held import (
     name_of,
     pickles_itself,
 )
-from lightning_gpu_tools.loaders.resumable import ResumableLoader
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR, forks_workers
 from lightning_gpu_tools.training.run_measurements import LoaderFacts
 
@@ -57,10 +56,6 @@ _MAX_CODES = 1000
 def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks: int = 1) -> LoaderFacts:
     """Return the facts about a training loader. Takes some milliseconds."""
     kind = type(loader)
-    if "switch" in getattr(loader, "__dict__", {}):  # the finder's copy of a loader
-        (kind,) = kind.__bases__
-    if isinstance(loader, ResumableLoader):
-        kind = type(loader.original)
     shown = f"{kind.__module__}.{kind.__qualname__}"
     if not isinstance(loader, DataLoader):
         return LoaderFacts(kind=shown, name=name, is_torch=False, is_iterator=hasattr(kind, "__next__"))
@@ -79,8 +74,7 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
         open_files=tuple(_open_files([*held, *of_collate], loader.worker_init_fn, is_forked=is_forked)),
         not_picklable=None if is_forked else next(_not_picklable([*held, *of_collate]), None),
         not_copyable=next((one.shown.name for one in held if is_not_copyable(one.thing)), None),
-        keeps_position=hasattr(loader, "state_dict"),
-        is_resumable=isinstance(loader, ResumableLoader),
+        keeps_position=hasattr(kind, "state_dict"),  # that of ExactResume is an attribute of the loader
         in_order=loader.in_order,
         own_iterator=getattr(kind, GET_ITERATOR, None) is not getattr(DataLoader, GET_ITERATOR, None),
         contents=contents_of(held),

@@ -62,16 +62,6 @@ def peek_seed(generator: torch.Generator | None) -> int:
     return draw_seed(torch.Generator().set_state(state))
 
 
-def seeded_states(seed: int) -> RandomStates:
-    """Return the states of the global generators after seeding."""
-    return (
-        # Not torch.manual_seed, which also seeds the GPUs.
-        torch.Generator().manual_seed(seed).get_state(),
-        np.random.RandomState(seed % _MAX_NUMPY_SEED).get_state(),
-        random.Random(seed).getstate(),
-    )
-
-
 # Streams of their own for a loader's order and for each of its batches
 
 

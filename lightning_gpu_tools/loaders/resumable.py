@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from typing_extensions import override
 
 from lightning_gpu_tools.loaders.held import held_by, name_of
+from lightning_gpu_tools.loaders.passes import ContinuedLoader, Indices, Loading, Pass, continued
 from lightning_gpu_tools.loaders.random_states import (
     bring_back,
     drop_pending_number,
@@ -28,7 +32,7 @@ from lightning_gpu_tools.loaders.random_states import (
     seed_of_batch,
     set_aside,
 )
-from lightning_gpu_tools.loaders.settings import plain_loader, settings_of
+from lightning_gpu_tools.loaders.settings import GET_ITERATOR, sampler_of
 
 
 class Positions:
@@ -40,51 +44,60 @@ class Positions:
     def __init__(self, rank: int, before_fetch: Callable[[], None], step: Callable[[], int]) -> None:
         self.rank, self.before_fetch, self.step = rank, before_fetch, step
         self.seed = peek_seed(None)  # draws nothing
-        self.loaders: list[ResumableLoader] = []
         self.has_ended = False  # whether the epoch to resume has no more batches
+        self._places: list[_Place] = []  # of the training loaders
+        self._for_validation = 0  # the number of loaders since the last validation
+        self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()
         self._where: dict[int, _Position] = {}  # by number of the loader: its next batch
         self._resumed: dict[int, _Position] = {}
-        self._for_validation = 0
 
-    def resumable(self, loader: DataLoader[Any], *, is_training: bool) -> ResumableLoader:
-        """Return a loader like this one, whose position is kept."""
-        if not is_training:
+    def keep(self, loader: DataLoader[Any], *, is_training: bool) -> DataLoader[Any]:
+        """Return a stand-in for this loader, whose position is kept."""
+        made = continued(loader)
+        if is_training and any(place.loading.has_begun for place in self._places):  # reload_dataloaders_every_n_epochs
+            self._places = []
+        if is_training:
+            place = _Place(made, len(self._places))
+            self._places.append(place)
+        else:
             self._for_validation += 1
-            return ResumableLoader(loader, self, -self._for_validation)
-        if any(known.has_begun for known in self.loaders):  # reload_dataloaders_every_n_epochs
-            self.loaders = []
-        made = ResumableLoader(loader, self, len(self.loaders))
-        self.loaders.append(made)
+            place = _Place(made, -self._for_validation)
+        self._loadings.add(made.loading)
+        made.loading.new_pass = partial(SeededPass, positions=self, place=place)
+        # With these, Lightning does not warn that the loader cannot be resumed. The positions are restored before the
+        # loader exists.
+        vars(made).update(state_dict=dict, load_state_dict=id)
         return made
 
-    def begin(self, loader: ResumableLoader) -> tuple[int, int]:
+    def begin(self, place: _Place) -> tuple[int, int]:
         """Return the seed of the pass that begins, and the number of batches to skip."""
-        number = loader.number
+        number = place.number
         if number < 0:
+            self._for_validation = 0
             return mixed(self.seed, "validation", number, self.step()), 0
         last = self._where.get(number)
         if number in self._resumed:
             position = self._resumed.pop(number)
-            _set_states(loader, position.sampler)
+            _set_states(place, position.sampler)
         else:
-            position = _Position(0 if last is None else last.number + 1, 0, _states(loader))
+            position = _Position(0 if last is None else last.number + 1, 0, _states(place))
         self._where[number] = position
-        loader.delivered.clear()
+        place.delivered.clear()
         return mixed(self.seed, number, position.number), position.batches
 
     def batch_started(self) -> None:
         """Note that training has taken the next batch of each loader."""
-        for loader in self.loaders:
-            if loader.delivered:
-                self._where[loader.number] = self._where[loader.number]._replace(batches=loader.delivered.popleft())
+        for place in self._places:
+            if place.delivered:
+                self._where[place.number] = self._where[place.number]._replace(batches=place.delivered.popleft())
 
     def state_dict(self, *, has_ended: bool) -> dict[str, Any]:
         """Return the seed and the positions as plain data; ``has_ended``: the next batch is of the next pass."""
         where = {**self._where, **self._resumed}
         if has_ended and not self._resumed:
-            for loader in self.loaders:
-                if (last := where.get(loader.number)) is not None:
-                    where[loader.number] = _Position(last.number + 1, 0, _states(loader))
+            for place in self._places:
+                if (last := where.get(place.number)) is not None:
+                    where[place.number] = _Position(last.number + 1, 0, _states(place))
         return {"seed": self.seed, "loaders": {number: list(position) for number, position in where.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -94,21 +107,26 @@ class Positions:
         self._where = dict(self._resumed)
 
     def close(self) -> None:
-        """End persistent workers."""
-        for loader in self.loaders:
-            loader.inner = None
+        """End all workers, and let the loaders iterate as before."""
+        for loading in list(self._loadings):
+            loading.close()
 
 
 def is_resumable(loader: Any) -> bool:
     """Return whether a loader is a DataLoader whose own way to iterate is torch's."""
-    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    kind = type(loader)
+    return (
+        isinstance(loader, DataLoader)
+        and kind.__iter__ in (DataLoader.__iter__, ContinuedLoader.__iter__)
+        and getattr(kind, GET_ITERATOR, None) is getattr(DataLoader, GET_ITERATOR, None)
+    )
 
 
 def inexact(loader: Any) -> Iterator[str]:
     """Yield a sentence for each reason why this loader cannot go on exactly where it was."""
-    kind = type(getattr(loader, "original", loader)).__name__
-    if not isinstance(loader, ResumableLoader):
+    if not isinstance(loader, ContinuedLoader) or not is_resumable(loader):
         if not hasattr(loader, "state_dict"):
+            kind = type(loader).__name__
             yield f"{kind} is no plain DataLoader and has no state_dict, so a resumed epoch begins it again."
         return
     dataset = name_of(loader.dataset)
@@ -133,159 +151,114 @@ class _Position(NamedTuple):
     sampler: list[Any]  # what its samplers held when the pass began, see `_states`
 
 
-class ResumableLoader(DataLoader[Any]):
-    """A stand-in for a DataLoader, with its attributes. Each ``iter()`` is a pass, which begins at its first ``next``.
+class _Place:
+    """One loader, and what its passes have delivered."""
+
+    def __init__(self, loader: ContinuedLoader, number: int) -> None:
+        self.number = number  # below 0: for validation
+        self.loading = loader.loading
+        within = getattr(loader.batch_sampler, "sampler", None)
+        found = [loader.sampler, loader.batch_sampler, within]
+        self.samplers = [sampler for sampler in found if hasattr(sampler, "__dict__")]
+        self.numbers = _numbers(self)  # at the start
+        self.delivered: deque[int] = deque()  # numbers of batches that training has not taken yet
+
+
+class SeededPass(Pass):
+    """A pass whose order and batches have random numbers of their own. It begins at its first ``next``.
 
     A plain DataLoader would ask the sampler for its order at once, and Lightning calls ``iter()`` before it restores a
     checkpoint, and before it tells a distributed sampler the epoch.
     """
 
-    def __init__(self, loader: DataLoader[Any], positions: Positions, number: int) -> None:
-        vars(self).update(vars(loader))
-        vars(self).update(
-            original=loader,
-            positions=positions,
-            number=number,  # below 0: for validation
-            inner=None,
-            numbers=_numbers(loader),  # of its samplers, at the start
-            has_begun=False,
-            delivered=deque(),  # numbers of batches that training has not taken yet
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "original":
-            raise AttributeError(name)
-        return getattr(self.original, name)
-
-    def __len__(self) -> int:
-        return len(self.original)
-
-    def __iter__(self) -> Any:
-        vars(self)["has_begun"] = True
-        return _Pass(self)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: with this method, Lightning does not warn that the loader cannot be resumed."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the positions are restored before the loader exists."""
-
-    def inner_loader(self, seed: int, skip: int) -> Any:
-        """Return a plain DataLoader for the rest of a pass, with the workers of the last pass if they persist."""
-        is_stream = isinstance(self.dataset, IterableDataset)
-        if self.inner is None or is_stream:  # the workers of a stream go on where they are, so each pass has new ones
-            indices = None if is_stream else _Indices(self)
-            generator = torch.Generator()
-            vars(self)["inner"] = plain_loader(self, settings_of(self), indices, generator=generator)
-        inner = self.inner
-        inner.generator.manual_seed(mixed(seed, self.positions.rank))
-        if not is_stream:
-            source = inner.sampler if inner.batch_sampler is None else inner.batch_sampler
-            source.seed, source.skip = seed, skip
-        return inner
-
-
-class _Pass:
-    """The iterator of one pass."""
-
-    def __init__(self, loader: ResumableLoader) -> None:
-        self._loader = loader
-        self._batches: Any = None  # torch's iterator
+    def __init__(self, loader: ContinuedLoader, *, positions: Positions, place: _Place) -> None:
+        super().__init__(loader)
+        self._positions, self._place = positions, place
+        self._has_begun = False
+        self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._seed = self._number = 0
+        self.loading.has_begun = True
 
-    def __iter__(self) -> _Pass:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_batches":
-            raise AttributeError(name)
-        return getattr(self._batches, name)  # other code looks for workers on torch's iterator
+    @override
+    @staticmethod
+    def arrive(index: Any) -> Any:
+        return _arrived(*index)
 
     def __next__(self) -> Any:
-        loader, positions = self._loader, self._loader.positions
-        is_training = loader.number >= 0
-        if is_training:
+        positions, place = self._positions, self._place
+        if place.number >= 0:
             if positions.has_ended:
                 raise StopIteration
             positions.before_fetch()
-        if self._batches is None:
-            self._begin(*positions.begin(loader))
-        batch = self._fetch()
+        if not self._has_begun:
+            self._begin()
+        batch = super().__next__()
         self._number += 1
-        if is_training:
-            loader.delivered.append(self._number)
+        if place.number >= 0:
+            place.delivered.append(self._number)
         return batch
 
-    def _begin(self, seed: int, skip: int) -> None:
-        loader = self._loader
-        self._seed = mixed(seed, loader.positions.rank)
-        inner = loader.inner_loader(seed, skip)
+    def _begin(self) -> None:
+        seed, skip = self._positions.begin(self._place)
+        self._has_begun = True
+        self._seed = mixed(seed, self._positions.rank)
+        self.loading.seeds.manual_seed(self._seed)
+        if not self._is_stream:
+            self.indices = Indices(_seeded(sampler_of(self.loader), mixed(seed, "order"), self._seed, skip))
+            self.indices.start()
+        while self._is_stream and self._number < skip:  # can only be read and dropped
+            super().__next__()
+            self._number += 1
+        self._number = skip
+
+    @override
+    def load(self, generator: torch.Generator | None, *, starts: bool = False) -> None:
         outside = set_aside()
         try:
             seed_all(self._seed)
-            self._batches = iter(inner)
+            super().load(generator, starts=starts)
         finally:
             bring_back(outside)
-        if isinstance(loader.dataset, IterableDataset):
-            while self._number < skip:  # can only be read and dropped
-                self._fetch()
-                self._number += 1
-        self._number = skip
 
-    def _fetch(self) -> Any:
-        loader = self._loader
-        if loader.num_workers:
+    @override
+    def fetch(self) -> Any:
+        assert self.batches is not None
+        if self.settings.num_workers:
             drop_pending_number()  # so that the number of workers makes no difference
-            return next(self._batches)
+            return next(self.batches)
         outside = set_aside()
         try:
-            if isinstance(loader.dataset, IterableDataset):
+            if self._is_stream:
                 seed_all(seed_of_batch(self._seed, self._number))
-            return next(self._batches)
+            return next(self.batches)
         finally:
             bring_back(outside)
 
 
-class _Indices:
-    """The batch sampler of a plain loader: what the user's draws, from batch ``skip`` on, with a seed for each batch.
+def _seeded(sampler: Any, of_order: int, of_contents: int, skip: int) -> Iterator[_SeededIndex]:
+    """Yield what a sampler draws, from batch ``skip`` on, with a seed for each batch.
 
     The order is common to all ranks, and the contents of batches are not.
     """
-
-    def __init__(self, loader: ResumableLoader) -> None:
-        self.seed = self.skip = 0
-        self._sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        self._rank = loader.positions.rank
-        self._in_process = not loader.num_workers
-        within = getattr(self._sampler, "sampler", None) if type(self._sampler) is BatchSampler else self._sampler
-        # Torch's samplers draw from the global generators only before their first index.
-        self._draws_late = not type(within).__module__.startswith("torch.utils.data.")
-
-    def __iter__(self) -> Iterator[Any]:
-        skip, of_order, of_contents = self.skip, mixed(self.seed, "order"), mixed(self.seed, self._rank)
-        indices = None
-        for number in itertools.count():
-            draws = self._draws_late or indices is None
-            outside = set_aside() if draws and not self._in_process else None  # in the process, the pass does that
-            try:
-                if draws:
-                    seed_all(seed_of_batch(of_order, number))
-                indices = iter(self._sampler) if indices is None else indices
-                index = next(indices)
-            except StopIteration:
-                return
-            finally:
-                if outside is not None:
-                    bring_back(outside)
-            if number < skip:
-                continue
-            seed = seed_of_batch(of_contents, number)
-            if self._in_process:
-                seed_all(seed)
-                yield index
-            else:
-                yield _SeededIndex(seed, index)
+    within = getattr(sampler, "sampler", None) if type(sampler) is BatchSampler else sampler
+    # Torch's samplers draw from the global generators only before their first index.
+    draws_late = not type(within).__module__.startswith("torch.utils.data.")
+    indices = None
+    for number in itertools.count():
+        draws = draws_late or indices is None
+        outside = set_aside() if draws else None
+        try:
+            if draws:
+                seed_all(seed_of_batch(of_order, number))
+            indices = iter(sampler) if indices is None else indices
+            index = next(indices)
+        except StopIteration:
+            return
+        finally:
+            if outside is not None:
+                bring_back(outside)
+        if number >= skip:
+            yield _SeededIndex(seed_of_batch(of_contents, number), index)
 
 
 class _SeededIndex(NamedTuple):
@@ -306,37 +279,32 @@ def _arrived(seed: int, index: Any) -> Any:
 # What samplers hold
 
 
-def _samplers(loader: Any) -> list[Any]:
-    found = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
-    return [sampler for sampler in found if hasattr(sampler, "__dict__")]
-
-
-def _numbers(loader: Any) -> list[dict[str, Any]]:
+def _numbers(place: _Place) -> list[dict[str, Any]]:
     """Return the numbers in the attributes of each sampler: a count of epochs, for example."""
-    samplers = map(vars, _samplers(loader))
+    samplers = map(vars, place.samplers)
     return [{name: value for name, value in held.items() if isinstance(value, (int, float))} for held in samplers]
 
 
-def _states(loader: ResumableLoader) -> list[Any]:
+def _states(place: _Place) -> list[Any]:
     """Return what may be otherwise in another process: states of generators, numbers that have changed, and seeds."""
     changed = [
         {name: value for name, value in now.items() if name == "seed" or value != first.get(name)}
-        for now, first in zip(_numbers(loader), loader.numbers, strict=False)
+        for now, first in zip(_numbers(place), place.numbers, strict=False)
     ]
-    return [changed, [_state(generator) for generator in _generators(loader)]]
+    return [changed, [_state(generator) for generator in _generators(place)]]
 
 
-def _set_states(loader: ResumableLoader, states: list[Any]) -> None:
+def _set_states(place: _Place, states: list[Any]) -> None:
     changed, of_generators = states
-    for sampler, numbers in zip(_samplers(loader), changed, strict=False):
+    for sampler, numbers in zip(place.samplers, changed, strict=False):
         vars(sampler).update(numbers)
-    for generator, state in zip(_generators(loader), of_generators, strict=False):
+    for generator, state in zip(_generators(place), of_generators, strict=False):
         _set_state(generator, state)
 
 
-def _generators(loader: ResumableLoader) -> list[Any]:
+def _generators(place: _Place) -> list[Any]:
     """Return the generators in the attributes of the samplers, each once; they go on from pass to pass."""
-    values = [value for sampler in _samplers(loader) for value in vars(sampler).values()]
+    values = [value for sampler in place.samplers for value in vars(sampler).values()]
     found = [value for value in values if isinstance(value, _GENERATORS)]
     return list({id(generator): generator for generator in found}.values())
 

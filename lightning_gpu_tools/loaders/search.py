@@ -30,7 +30,7 @@ from lightning_gpu_tools.host import HostBudget, private_memory_bytes, read_host
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.plan import LoaderCase, Step, choose, next_trial, ramp_up
 from lightning_gpu_tools.loaders.random_states import undisturbed
-from lightning_gpu_tools.loaders.settings import batch_bytes, fingerprint, plain_loader, settings_of
+from lightning_gpu_tools.loaders.settings import batch_bytes, fingerprint, plain_loader, sampler_of, settings_of
 from lightning_gpu_tools.loaders.workers import Batches
 from lightning_gpu_tools.selection.placement import count_devices
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
@@ -225,7 +225,7 @@ def _burn(cpu_s: float) -> None:
 
 def _sample_indices(loader: DataLoader[Any]) -> list[Any]:
     """Return the indices that a copy of the loader's sampler yields."""
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler = sampler_of(loader)
     memo = {id(loader.dataset): loader.dataset}  # do not copy the dataset, which samplers may refer to
     return list(itertools.islice(copy.deepcopy(sampler, memo), _MAX_INDICES))
 

@@ -18,22 +18,23 @@ from torch.utils.data import DataLoader
 from lightning_gpu_tools.loaders.held import contents_of, held_by, pickles_itself
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# Private names of torch. Without the first one, loaders are not changed. Without the second one, workers end when their
-# iterator is dropped.
+# Private names of torch. Without the second one, workers end when their iterator is dropped.
 GET_ITERATOR = "_get_iterator"
 SHUT_DOWN_WORKERS = "_shutdown_workers"
 
 
 def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
-    """Return the current settings of a DataLoader, including changes by this package."""
-    if switch := vars(loader).get("switch"):
-        in_use: LoaderSettings = switch.in_use
-        return in_use
+    """Return the current settings of a DataLoader."""
     found: dict[str, Any] = {field.name: getattr(loader, field.name) for field in fields(LoaderSettings)}
     if found["batch_size"] is None:  # of a batch sampler given to the loader, as Lightning does for predict
         size = getattr(loader.batch_sampler, "batch_size", None)
         found["batch_size"] = size if isinstance(size, int) else None
     return LoaderSettings(**found)
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return what yields the indices of a DataLoader: of batches or, without automatic batching, of samples."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def forks_workers(loader: DataLoader[Any]) -> bool:

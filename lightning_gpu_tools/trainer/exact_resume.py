@@ -172,7 +172,7 @@ class _Run:
             loader = process(loader)
             if not is_resumable(loader):
                 return loader
-            return self.positions.resumable(loader, is_training=self.trainer.training)
+            return self.positions.keep(loader, is_training=self.trainer.training)
 
         return process_dataloader
 

@@ -15,11 +15,13 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, combined
+from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched
 from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.host import read_host_budget
 from lightning_gpu_tools.loaders import plan
-from lightning_gpu_tools.loaders.handover import Switch, restore, switchable
+from lightning_gpu_tools.loaders.facts import read_loader_facts
+from lightning_gpu_tools.loaders.passes import ContinuedLoader, Loading, continued
 from lightning_gpu_tools.loaders.search import SilentRankError, search
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.trainer.facts import trains_on_gpu
@@ -28,7 +30,7 @@ from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.rank_exchange import Board
-from lightning_gpu_tools.training.run_measurements import DATA_LOADING, LoaderSettings
+from lightning_gpu_tools.training.run_measurements import DATA_LOADING, LoaderFacts, LoaderSettings
 from lightning_gpu_tools.units import number_ranges, printable
 
 # Our default: ranks reach a search at the same time, and trials end with the budget.
@@ -49,7 +51,8 @@ class NumWorkersFinder(GuardedCallback):
 
     Batches, their order and the random numbers of the training process stay the same. There is one exception: with
     ``num_workers=0``, random numbers that the dataset draws come from the workers afterwards, as with every change of
-    ``num_workers``; the result reports it. A failure of this callback never stops training.
+    ``num_workers``; the result reports it. With ``ExactResume``, these stay the same, too. A failure of this callback
+    never stops training.
 
     Some loaders keep their settings, with the reason in the result and what to change first: those whose dataset is
     iterable, holds an open file, a lock or a running generator, or changes while it is used (a cache, its own random
@@ -136,19 +139,16 @@ class NumWorkersFinder(GuardedCallback):
 
 
 class _Adopted(NamedTuple):
-    """A training loader as given to the Trainer, and its replacement."""
+    """A training loader as given to the Trainer, and its stand-in."""
 
     given: object
     made: object
-    fixed: str | None = None  # the reason why its settings cannot be changed
+    facts: LoaderFacts  # before the first batch
+    fixed: str | None  # the reason why its settings cannot be changed
 
     @property
-    def switch(self) -> Switch | None:
-        return getattr(self.made, "switch", None) if self.fixed is None else None
-
-    def restore(self) -> None:
-        if self.switch is not None:
-            restore(self.made)  # type: ignore[arg-type]
+    def loading(self) -> Loading | None:
+        return self.made.loading if self.fixed is None and isinstance(self.made, ContinuedLoader) else None
 
 
 class _Fit:
@@ -201,28 +201,28 @@ class _Fit:
         before = self._adopted.get(place)
         if before is not None and (loader is before.given or loader is before.made):
             return before.made  # keeps its persistent workers
-        try:
-            after = _Adopted(loader, switchable(loader))  # type: ignore[arg-type]
-        except Exception as error:  # noqa: BLE001 - a subclass may refuse to be copied
-            after = _Adopted(loader, loader, str(error))
-        self._adopted[place] = after
-        replaced = None if before is None else before.switch
-        if (switch := after.switch) is not None:
-            switch.fetches = [] if replaced is None else replaced.fetches
-            switch.as_own_work = self._as_own_work
-            if replaced is not None and replaced.chosen is not None:
-                switch.use(replaced.chosen)
-        if before is not None:
-            before.restore()
-        return after.made
+        facts = read_loader_facts(loader)
+        fixed = why_not_searched(facts)
+        made = continued(loader) if fixed is None else loader  # type: ignore[arg-type]
+        self._adopted[place] = after = _Adopted(loader, made, facts, fixed)
+        replaced = None if before is None else before.loading
+        if (loading := after.loading) is not None:
+            loading.is_watched = True
+            loading.fetches = [] if replaced is None else replaced.fetches
+            loading.as_own_work = self._as_own_work
+            if replaced is not None and replaced.has_changed:
+                loading.use(replaced.in_use)
+        if replaced is not None:
+            replaced.close()
+        return made
 
     @property
-    def _switches(self) -> list[Switch]:
-        return [switch for one in self._adopted.values() if (switch := one.switch) is not None]
+    def _loadings(self) -> list[Loading]:
+        return [loading for one in self._adopted.values() if (loading := one.loading) is not None]
 
     @property
-    def _switch(self) -> Switch | None:
-        return None if self._tuned is None else self._adopted[self._tuned].switch
+    def _loading(self) -> Loading | None:
+        return None if self._tuned is None else self._adopted[self._tuned].loading
 
     @property
     def result(self) -> LoaderResult | None:
@@ -234,8 +234,8 @@ class _Fit:
 
     def start(self) -> None:
         # Steps of a tuner's trial do not count.
-        for switch in self._switches:
-            switch.fetches = []
+        for loading in self._loadings:
+            loading.fetches = []
         self._board = self._session.board("loader")
         self._next = self._search
 
@@ -281,21 +281,21 @@ class _Fit:
     def _search(self) -> None:
         trainer, run = self._trainer, self._session.run
         studies = {
-            place: list(plan.without_first_steps(plan.steps_between(one.switch.fetches or [])))
+            place: list(plan.without_first_steps(plan.steps_between(one.loading.fetches or [])))
             for place, one in self._adopted.items()
-            if one.switch is not None and one.switch.begun
+            if one.loading is not None and one.loading.has_begun
         }
         self._tuned = self._slowest({place: plan.wait_s(study) for place, study in studies.items()})
-        switch = self._switch
+        loading = self._loading
         self._study = [] if self._tuned is None else studies.get(self._tuned, [])
-        for one in self._switches:
+        for one in self._loadings:
             one.fetches = None
-        obstacle, nothing = self._obstacle(switch)
+        obstacle, nothing = self._obstacle(loading)
         threads = torch.get_num_threads()
-        cost = None if obstacle or not switch else plan.step_cost(self._study, threads, switch.original)._asdict()
+        cost = None if obstacle or not loading else plan.step_cost(self._study, threads, loading.original)._asdict()
         all_facts = self._gather({"obstacle": obstacle, "nothing": nothing, "step": cost})
         obstacle = next((facts["obstacle"] for facts in all_facts if facts["obstacle"]), None)
-        if obstacle or switch is None or self._tuned is None:
+        if obstacle or loading is None or self._tuned is None:
             self._leave(_OBSTACLE.format(self._name, obstacle))
             return
         if nothing and all(facts["nothing"] for facts in all_facts):
@@ -316,7 +316,7 @@ class _Fit:
             bar=trainer.is_global_zero and trainer.progress_bar_callback is not None,
             gather=self._gather,
         )
-        self._use(switch, found)
+        self._use(loading, found)
 
     def _slowest(self, waits_s: dict[int, float]) -> int | None:
         """Return the place of the loader that the ranks wait for most; these waits per step are of this rank."""
@@ -342,25 +342,26 @@ class _Fit:
         dataset = getattr(self._adopted[self._tuned].given, "dataset", None)
         return f" {printable(named)}" + ("" if dataset is None else f" ({printable(type(dataset).__name__)})")
 
-    def _obstacle(self, switch: Switch | None) -> tuple[str | None, str | None]:
+    def _obstacle(self, loading: Loading | None) -> tuple[str | None, str | None]:
         """Return the reason why the loader cannot be changed, and the reason why there is nothing to gain."""
         if self._wrappers.missing:
             return f"this version of Lightning has no {self._wrappers.missing[0]}", None
         if self._tuned is None:
             return "there is no loader", None
-        if switch is None or not switch.begun:
-            one = self._adopted[self._tuned]
+        one = self._adopted[self._tuned]
+        if loading is None or not loading.has_begun:
             return one.fixed or f"a {type(one.made).__qualname__} has its own iteration", None
         if not self._study:
             return "its epochs are too short to measure a step", None
-        return switch.obstacle(), plan.why_no_search(self._study)
+        obstacle = why_not_switched(one.facts, read_loader_facts(one.made)) or loading.obstacle()
+        return obstacle, plan.why_no_search(self._study)
 
-    def _use(self, switch: Switch, found: LoaderResult) -> None:
+    def _use(self, loading: Loading, found: LoaderResult) -> None:
         chosen, reason = found.settings, found.reason
         applied = chosen is not None and chosen != found.original and self._finder.apply
         if chosen is not None and applied:
-            self._try_in_use(switch, chosen, chosen, partial(self._confirm, switch, chosen))
-            if switch.moved_draws:
+            self._try_in_use(loading, chosen, chosen, partial(self._confirm, loading, chosen))
+            if loading.moved_draws:
                 reason += (
                     " Random numbers that the dataset draws (augmentation) now come from the workers instead of the "
                     "training process."
@@ -371,43 +372,42 @@ class _Fit:
         self._show(found)
 
     def _try_in_use(
-        self, switch: Switch, settings: LoaderSettings, chosen: LoaderSettings, then: Callable[[], None]
+        self, loading: Loading, settings: LoaderSettings, chosen: LoaderSettings, then: Callable[[], None]
     ) -> None:
-        switch.use(settings)
-        switch.fetches = []
-        both = (switch.original, chosen)  # the loader in use still delivers the batches that it has begun
-        self._ramp_up = max(one.num_workers * (1 + (one.prefetch_factor or 0)) for one in both) + 2
-        self._due = self._steps + self._ramp_up + plan.confirm_steps(*both)
+        loading.use(settings)
+        loading.fetches = []
+        self._ramp_up = settings.num_workers * (1 + (settings.prefetch_factor or 0)) + 2
+        self._due = self._steps + self._ramp_up + plan.confirm_steps(loading.original, chosen)
         self._next = then
 
-    def _steps_in_use(self, switch: Switch) -> list[plan.Step]:
-        steps, switch.fetches = plan.steps_between(switch.fetches or [])[self._ramp_up :], None
+    def _steps_in_use(self, loading: Loading) -> list[plan.Step]:
+        steps, loading.fetches = plan.steps_between(loading.fetches or [])[self._ramp_up :], None
         return steps
 
-    def _confirm(self, switch: Switch, chosen: LoaderSettings) -> None:
+    def _confirm(self, loading: Loading, chosen: LoaderSettings) -> None:
         """Keep the settings if their steps take no longer than before; otherwise compare again."""
-        steps = self._steps_in_use(switch)
+        steps = self._steps_in_use(loading)
         slower = bool(steps) and plan.step_to_step_s(steps) > plan.step_to_step_s(self._study)
-        all_facts = self._gather({"fault": switch.fault, "slower": slower})
+        all_facts = self._gather({"fault": loading.fault, "slower": slower})
         if self._failed(all_facts):
             return
         if any(facts["slower"] for facts in all_facts):
             # Other programs may have slowed the machine down, so try the original settings for as many steps.
-            self._try_in_use(switch, switch.original, chosen, partial(self._compare, switch, chosen, steps))
+            self._try_in_use(loading, loading.original, chosen, partial(self._compare, loading, chosen, steps))
         elif steps:
             self._change(confirmed=True, wait_share=plan.wait_share(steps))
 
-    def _compare(self, switch: Switch, chosen: LoaderSettings, tried: list[plan.Step]) -> None:
+    def _compare(self, loading: Loading, chosen: LoaderSettings, tried: list[plan.Step]) -> None:
         """Keep the original settings only if their steps are now faster by more than noise explains."""
-        slower = plan.why_slower(tried, self._steps_in_use(switch), switch.original, chosen)
-        all_facts = self._gather({"fault": switch.fault, "slower": slower})
+        slower = plan.why_slower(tried, self._steps_in_use(loading), loading.original, chosen)
+        all_facts = self._gather({"fault": loading.fault, "slower": slower})
         if self._failed(all_facts):
             return
         why = next((facts["slower"] for facts in all_facts if facts["slower"]), None)
         if why:
             self._revert(f"The new settings were slower in use: {why}")
         else:
-            switch.use(chosen)
+            loading.use(chosen)
             self._change(confirmed=True, wait_share=plan.wait_share(tried))
 
     def _failed(self, all_facts: list[dict[str, Any]]) -> bool:
@@ -422,10 +422,10 @@ class _Fit:
             self.result = dataclasses.replace(self.result, **changes)
 
     def _revert(self, why: str) -> None:
-        for switch in self._switches:
-            switch.fetches = None
-            if switch.in_use != switch.original:
-                switch.use(switch.original)
+        for loading in self._loadings:
+            loading.fetches = None
+            if loading.in_use != loading.original:
+                loading.use(loading.original)
         result = self.result
         if result is not None and result.applied:
             why = f"{why}, so the original settings were restored."
@@ -463,10 +463,10 @@ class _Fit:
 
     def end(self) -> None:
         # Before the report is created.
-        for switch in self._switches:
-            if switch.fault is not None:
-                self._revert(f"The new settings failed in use ({switch.fault})")
-        result, tuned = self.result, self._switch
+        for loading in self._loadings:
+            if loading.fault is not None:
+                self._revert(f"The new settings failed in use ({loading.fault})")
+        result, tuned = self.result, self._loading
         if result is not None and result.applied and tuned is not None and tuned.in_use == tuned.original:
             self._change(applied=False)  # training ended during the comparison
         if self.result is None:
@@ -475,8 +475,8 @@ class _Fit:
     def close(self) -> None:
         # May be called again after Ctrl-C, for the parts that the first call did not reach.
         self._wrappers.undo()
-        for one in self._adopted.values():
-            one.restore()
+        for loading in self._loadings:
+            loading.close()
 
 
 def _say(text: str) -> None:

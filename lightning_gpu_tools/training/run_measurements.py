@@ -117,9 +117,8 @@ class LoaderFacts:
     not_picklable: str | None = None  # what cannot be sent to workers that are not forked: "Photos.transform"
     not_copyable: str | None = None  # what a copy of the dataset could not have: "Photos.lock"
     keeps_position: bool = False  # whether it has a state_dict
-    is_resumable: bool = False  # whether ExactResume keeps its position
     in_order: bool = True  # whether its batches come in the sampler's order
-    own_iterator: bool = False  # whether its class has its own _get_iterator, or torch has none
+    own_iterator: bool = False  # whether its class has its own _get_iterator
     contents: int = 0  # a number that changes when attributes of the dataset do
     sampler: str = ""  # class of its sampler; empty with a batch sampler of the program
     drop_last: bool = False  # whether it leaves out an incomplete batch

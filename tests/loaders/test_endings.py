@@ -21,7 +21,7 @@ from lightning_gpu_tools import NumWorkersFinder
 from lightning_gpu_tools.loaders.workers import Batches
 from lightning_gpu_tools.types import LoaderSettings
 
-ITERATORS = ("_MultiProcessingDataLoaderIter", "_SingleProcessDataLoaderIter", "_Epoch")
+ITERATORS = ("_MultiProcessingDataLoaderIter", "_SingleProcessDataLoaderIter", "AsTorch")
 
 
 # How long torch waits here for one worker whose iterator was dropped in a reference cycle. It is 5 s, which a machine

@@ -13,8 +13,8 @@ import pytest
 from loader_switching import settings
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_gpu_tools.loaders import handover
-from lightning_gpu_tools.loaders.handover import restore, switchable
+from lightning_gpu_tools.loaders import passes
+from lightning_gpu_tools.loaders.passes import continued
 from lightning_gpu_tools.types import LoaderSettings
 
 IN_ORDER = list(range(40))
@@ -45,18 +45,18 @@ def switch_later() -> Iterator[Callable[..., list[int]]]:
     made: list[Any] = []
 
     def iterate(loader: DataLoader[Any], *plan: LoaderSettings, epochs: int = 1) -> list[int]:
-        made.append(switchable(loader))
+        made.append(continued(loader))
         seen = []
         for _ in range(epochs):
             for i, batch in enumerate(made[-1]):
                 seen.append(int(batch))
                 if i % 4 == 3 and i // 4 < len(plan):
-                    made[-1].switch.use(plan[i // 4])
+                    made[-1].loading.use(plan[i // 4])
         return seen
 
     yield iterate
     for loader in made:
-        restore(loader)
+        loader.loading.close()
     assert not multiprocessing.active_children()
 
 
@@ -89,7 +89,7 @@ def test_workers_that_cannot_be_started_cost_no_batch(
 def test_a_worker_that_hangs_is_not_waited_for_for_ever(
     switch_later: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "MAX_BATCH_S", 0.5)
+    monkeypatch.setattr(passes, "MAX_BATCH_S", 0.5)
     began_s = time.monotonic()
     with pytest.warns(UserWarning, match="timed out after 0.5 seconds"):
         assert switch_later(DataLoader(Act(lambda: time.sleep(1000)), batch_size=None), settings(2)) == IN_ORDER
@@ -97,16 +97,16 @@ def test_a_worker_that_hangs_is_not_waited_for_for_ever(
 
 
 def test_a_worker_that_dies_in_mid_step_does_not_break_the_step() -> None:
-    made = switchable(DataLoader(range(len(IN_ORDER)), batch_size=None))  # type: ignore[arg-type]
+    made = continued(DataLoader(range(len(IN_ORDER)), batch_size=None))  # type: ignore[arg-type]
     batches = iter(made)
     seen = [int(next(batches)) for _ in range(4)]
-    made.switch.use(settings(2))  # type: ignore[attr-defined]
+    made.loading.use(settings(2))
     seen += [int(next(batches)) for _ in range(6)]
     kill_the_workers()
     with pytest.warns(UserWarning, match="killed by SIGKILL"):
         seen += [int(batch) for batch in batches]
     assert seen == IN_ORDER
-    restore(made)
+    made.loading.close()
 
 
 def kill_the_workers() -> None:
@@ -126,13 +126,13 @@ def test_a_dataset_that_fails_with_any_settings_fails_as_without_us(change_at: i
                 raise KeyError("sample 9 is broken")
             return index
 
-    made = switchable(DataLoader(Broken(print), batch_size=None))
+    made = continued(DataLoader(Broken(print), batch_size=None))
     batches = iter(made)
     seen = [next(batches) for _ in range(change_at)]
-    made.switch.use(settings(2))  # type: ignore[attr-defined]
+    made.loading.use(settings(2))
     seen += [next(batches) for _ in range(9 - change_at)]
     assert seen == IN_ORDER[:9]  # the batches before it have all come, as without workers
     with pytest.warns(UserWarning, match="sample 9 is broken"), pytest.raises(KeyError, match="sample 9") as caught:
         next(batches)
     assert "in DataLoader worker process" not in str(caught.value)
-    restore(made)
+    made.loading.close()

@@ -30,11 +30,13 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from loader_switching import shorten_trials
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torchmetrics import MeanMetric
 
-from lightning_gpu_tools import ExactResume, PortableCheckpointIO
+from lightning_gpu_tools import ExactResume, NumWorkersFinder, PortableCheckpointIO
 from lightning_gpu_tools.errors import CheckpointMismatchError
+from lightning_gpu_tools.loaders import plan
 
 SAMPLES, BATCH = 26, 2
 PROGRAM = Path(__file__).parent.parent / "exact_training.py"
@@ -208,7 +210,8 @@ def train(
     seed_everything(seed)
     saving = ModelCheckpoint(folder, every_n_train_steps=1 if saves else 10**9, save_top_k=-1, filename="{step}")
     options = {"max_epochs": 3, **options}
-    callbacks = [*more, ExactResume(), saving]
+    own = [] if any(isinstance(callback, ExactResume) for callback in more) else [ExactResume()]
+    callbacks = [*more, *own, saving]
     trainer = Trainer(
         default_root_dir=folder,
         callbacks=callbacks,
@@ -376,6 +379,38 @@ def test_a_training_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         train(tmp_path, model, 7, more=[Kill(3)])
     assert {name for name in set(hooks) - before if name.startswith("on_")} == set()
     assert threading.active_count() == threads
+
+
+class Slow(Photos):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+class Workers(Callback):
+    """Notes the number of workers at each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.seen.append(trainer.train_dataloader.num_workers)
+
+
+@pytest.mark.parametrize("others", [[NumWorkersFinder], [ExactResume, NumWorkersFinder]])
+def test_the_finder_changes_workers_and_no_random_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: list[type[Callback]]
+) -> None:
+    shorten_trials(monkeypatch.setattr)
+    monkeypatch.setattr(plan, "STUDY_STEPS", 8)
+    outcomes, workers = [], Workers()
+    for more in ([], [workers, *(kind() for kind in others)]):
+        seed_everything(1)
+        model = Model(partial(plain, Slow, shuffle=True))
+        outcomes.append(everything(train(tmp_path, model, 7, more=more), model))
+    assert workers.seen[0] == 0
+    assert max(workers.seen) > 0
+    assert same(*outcomes)
 
 
 # Signals
@@ -549,6 +584,7 @@ def program(folder: Path, *kill: int, package: str = "lightning.pytorch", ranks:
     return ended.returncode, re.findall(r"ENDED (\w+ \d+)", ended.stdout), ended.stdout
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_a_training_after_kill_9_ends_with_the_same_weights(tmp_path: Path, package: str) -> None:
     _, expected, output = program(tmp_path / "whole", package=package)
@@ -560,6 +596,7 @@ def test_a_training_after_kill_9_ends_with_the_same_weights(tmp_path: Path, pack
     assert found == expected, (step, output)
 
 
+@pytest.mark.timeout(600)
 def test_all_ranks_save_one_step_if_one_of_them_is_asked(tmp_path: Path) -> None:
     _, expected, output = program(tmp_path / "whole", ranks=2)
     assert expected, output

@@ -20,8 +20,9 @@ from lightning_gpu_tools import (
     NumWorkersFinder,
     PortableCheckpointIO,
 )
-from lightning_gpu_tools.loaders import handover, plan, workers
-from lightning_gpu_tools.loaders.settings import GET_ITERATOR, SHUT_DOWN_WORKERS
+from lightning_gpu_tools.loaders import plan, workers
+from lightning_gpu_tools.loaders.passes import Loading
+from lightning_gpu_tools.loaders.settings import SHUT_DOWN_WORKERS
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.trainer import compat, num_workers_finder, wrappers
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks
@@ -127,11 +128,11 @@ def test_a_fault_in_any_hook_changes_nothing(
     "function",
     [
         num_workers_finder._Fit._adopt,
-        num_workers_finder.switchable,
+        num_workers_finder.continued,
         plan.step_cost,
         num_workers_finder.read_host_budget,
         num_workers_finder.search,
-        num_workers_finder.restore,
+        Loading.close,
         FitSession.begin,
         FitSession.after_step,
         GPUUtilizationMonitor._stepped,
@@ -168,7 +169,6 @@ PRIVATE_NAMES = [
     ("module", "name"),
     [
         *PRIVATE_NAMES,
-        (handover, GET_ITERATOR),
         (workers, SHUT_DOWN_WORKERS),
         *[(wrappers, name) for name in ("process_dataloader", compat.AFTER_ERROR, compat.AFTER_RUN)],
     ],

@@ -28,9 +28,9 @@ from lightning_gpu_tools.advice import loader_plan
 from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.types import LoaderResult
 
-# A batch takes six times as long as a step, and both are waiting, which no load of the machine makes shorter, so that
-# workers are faster than none whatever else the machine does.
-LOAD_S, STEP_S = 0.024, 0.004
+# A batch takes twelve times as long as a step, and both are waiting, which no load of the machine makes shorter: workers
+# are faster than none whatever else the machine does.
+LOAD_S, STEP_S = 0.048, 0.004
 
 
 @pytest.fixture(autouse=True)
@@ -286,7 +286,6 @@ def test_a_loader_of_the_users_is_as_before_after_the_fit(tmp_path: Path) -> Non
         assert "process_dataloader" not in vars(trainer.strategy)
     assert vars(loader) == before
     (left,) = combined.flattened
-    assert type(left) is DataLoader
     assert left.num_workers == 0
     assert len(list(left)) == 40
 
@@ -374,7 +373,7 @@ def test_only_settings_that_turn_out_slower_than_the_original_ones_are_taken_bac
     monkeypatch.setattr(loader_plan, "_PREFETCH_FROM_SPREAD", ())  # on a busy machine, batches come unevenly
     flag = tmp_path / "slow"
     model = SlowerSteps(flag if slower == "machine" else tmp_path / "never")
-    # Four workers then take 150 ms a batch. The original 28 ms stay below that under any load.
+    # Four workers then take 150 ms a batch. The original 52 ms stay below that under any load.
     dataset = Slow(160, lambda: slower == "workers" and flag.exists() and time.sleep(0.6))
     result, watch = find(tmp_path, DataLoader(dataset), WhenApplied(flag.touch), model=model)
     assert [int(batch[0]) for batch in watch.batches] == list(range(160))

@@ -86,7 +86,7 @@ def test_a_wrapped_loader_gets_the_settings_of_the_loader_itself(tmp_path: Path)
     assert after is None or after.share < found.share / 2
     assert load_report(tmp_path).settings["dataset"] == "Photos"
     call = code_in(found.advice, r"(\w+\(loader, step_time_s=)\.\.\.\) finds them")
-    result = eval(f"{call}{STEP_S}, budget_s=4)", {"loader": photos(), "find_loader_settings": find_loader_settings})
+    result = eval(f"{call}{STEP_S}, budget_s=20)", {"loader": photos(), "find_loader_settings": find_loader_settings})
     assert result.settings.num_workers > 1
 
 

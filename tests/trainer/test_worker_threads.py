@@ -33,7 +33,7 @@ def one_thread(worker):
 torch.set_num_threads(1)
 callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0, min_steps=20)]
 workers = loader(Photos(100_000), num_workers=2, worker_init_fn=one_thread)
-trainer = quiet_trainer({folder!r}, callbacks=callbacks, max_time={{"seconds": 6}})
+trainer = quiet_trainer({folder!r}, callbacks=callbacks, max_steps=150)
 trainer.fit(Model(time.sleep, 0.001), workers)
 findings = load_report({folder!r}).diagnosis.findings
 found = {{one.cause: [one.advice, one.evidence] for one in findings}}
