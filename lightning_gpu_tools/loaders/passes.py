@@ -267,7 +267,10 @@ class Pass:
         return getattr(batches.iterator, name)
 
     def __next__(self) -> Any:
-        loading, asked = self.loading, (time.perf_counter(), time.process_time())
+        loading = self.loading
+        if loading.fetches is None and not self._is_first:
+            return self._next()
+        asked = time.perf_counter(), time.process_time()
         if self._is_first and loading.is_watched:
             loading.before = loading.contents()
         batch = self._next()
@@ -303,8 +306,6 @@ class Pass:
     def _fall_back(self, error: Exception) -> None:
         """Restore the original settings, and reload the batches that were in progress."""
         loading = self.loading
-        if self.batches is not None and loading.living is not None and loading.living.batches is self.batches:
-            loading.living = None
         loading.as_own_work(functools.partial(self.release, 0.0))
         if loading.fault is None:
             loading.fault = in_one_line(error)

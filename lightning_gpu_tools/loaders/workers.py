@@ -59,17 +59,19 @@ class Batches:
             self.workers = [process for process in multiprocessing.active_children() if process not in before]
             if self.iterator is None:
                 _end_by_signal(self.workers)
-        self._deaths = _Deaths([] if trusted else self.workers)
+        self._deaths = None if trusted or not self.workers else _Deaths(self.workers)
 
     def restart(self) -> None:
         """Begin another epoch with the same persistent workers."""
-        with self._deaths:
+        with self._deaths or nullcontext():
             self.iterator = iter(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        if self._deaths is None:
+            return next(self.iterator)
         with self._deaths:
             return next(self.iterator)
 
@@ -88,7 +90,8 @@ class Batches:
             shut_down.join(grace_s)
             _end_by_signal(self.workers)
             shut_down.join(_CLOSING_S)
-        self._deaths.undo()
+        if self._deaths is not None:
+            self._deaths.undo()
 
 
 def _end_by_signal(workers: Sequence[BaseProcess]) -> None:
@@ -140,7 +143,7 @@ class _Deaths:
         self._oom_kills = oom_kills()
         self._fetching = False
         self._before: Any = None
-        self._installed = bool(workers) and threading.current_thread() is threading.main_thread()
+        self._installed = threading.current_thread() is threading.main_thread()
         if self._installed:
             self._before = signal.signal(signal.SIGCHLD, self)
 

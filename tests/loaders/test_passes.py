@@ -24,6 +24,7 @@ from loader_switching import (
 )
 from torch.utils.data import DataLoader
 
+from lightning_gpu_tools.loaders.passes import continued
 from lightning_gpu_tools.types import LoaderSettings
 
 POINTS = itertools.cycle([(0, 4), (1, 4), (0, 1), (0, 0)])
@@ -100,3 +101,11 @@ def test_living_workers_learn_what_changes_between_epochs(tmp_path: Path) -> Non
     dataset = Epochs()
     ours = train(DataLoader(dataset, 13), SetEpoch(), SwitchAt(0, 1, settings(1, persistent=True)), folder=tmp_path)
     assert [batch[0] for batch in ours.batches] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_what_workers_have_drawn_is_drawn_anew_for_each_batch_without_them() -> None:
+    made = continued(LOADERS["drawing"](**arguments(settings(2))))
+    made.loading.use(settings(0))
+    drawn = [float(number) for _ in range(2) for batch in made for number in batch[:, 1:].flatten()]
+    assert len(set(drawn)) == 2 * 26 * 3
+    made.loading.close()

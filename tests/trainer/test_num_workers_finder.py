@@ -28,7 +28,7 @@ from lightning_gpu_tools.advice import loader_plan
 from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.types import LoaderResult
 
-# A batch takes twelve times as long as a step, and both are waiting, which no load of the machine makes shorter: workers
+# A batch takes twelve times as long as a step, and both are waiting, which no load of the machine shortens: workers
 # are faster than none whatever else the machine does.
 LOAD_S, STEP_S = 0.048, 0.004
 
@@ -287,6 +287,7 @@ def test_a_loader_of_the_users_is_as_before_after_the_fit(tmp_path: Path) -> Non
     assert vars(loader) == before
     (left,) = combined.flattened
     assert left.num_workers == 0
+    assert type(iter(left)).__module__.startswith("torch.")
     assert len(list(left)) == 40
 
 
