@@ -31,9 +31,8 @@ from lightning_gpu_tools.loaders.random_states import (
     seed_all,
     set_aside,
 )
-from lightning_gpu_tools.loaders.search import in_one_line
 from lightning_gpu_tools.loaders.settings import fingerprint, plain_loader, sampler_of, settings_of
-from lightning_gpu_tools.loaders.workers import GRACE_S, Batches
+from lightning_gpu_tools.loaders.workers import GRACE_S, Batches, in_one_line
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 # Our default: if no batch arrives for this long, new settings are abandoned.

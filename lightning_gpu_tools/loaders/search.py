@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.advice.failures import without_index
 from lightning_gpu_tools.advice.loader_plan import TOLERANCE, LoadCost, LoaderResult, LoaderTrial, trial_of
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched
 from lightning_gpu_tools.arguments import check_seconds
@@ -31,10 +30,9 @@ from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.plan import LoaderCase, Step, choose, next_trial, ramp_up
 from lightning_gpu_tools.loaders.random_states import undisturbed
 from lightning_gpu_tools.loaders.settings import batch_bytes, fingerprint, plain_loader, sampler_of, settings_of
-from lightning_gpu_tools.loaders.workers import Batches
+from lightning_gpu_tools.loaders.workers import Batches, in_one_line
 from lightning_gpu_tools.selection.placement import count_devices
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
-from lightning_gpu_tools.units import printable
 
 _MAX_INDICES = 1024  # from the sampler; a search loads a few hundred batches
 # The cost of a batch is the mean over 4 to 60 batches, within this share of the budget. 60 reveal one slow batch in 20.
@@ -210,11 +208,6 @@ def _when_ready(collate: Callable[[Any], Any], samples: Any) -> tuple[float, flo
     """Return, instead of a batch, its completion time, the worker's CPU seconds, and its size."""
     size = batch_bytes(collate(samples))
     return time.perf_counter(), time.process_time(), size
-
-
-def in_one_line(error: Exception) -> str:
-    """Return an error as text; for an error from a worker, the last line of its traceback."""
-    return printable(without_index(f"{type(error).__name__}: {error}").strip().splitlines()[-1], max_length=200)
 
 
 def _burn(cpu_s: float) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.advice.failures import how_it_ended
+from lightning_gpu_tools.advice.failures import how_it_ended, without_index
 from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import SHUT_DOWN_WORKERS
+from lightning_gpu_tools.units import printable
 
 GRACE_S = 5.0  # for workers to finish loading before they end; torch gives each worker this time
 # Our defaults: SIGTERM can be ignored; SIGKILL only waits for a core, unless the kernel holds the process.
@@ -102,6 +103,11 @@ def _end_by_signal(workers: Sequence[BaseProcess]) -> None:
         until_s = time.monotonic() + timeout_s
         for worker in alive:
             worker.join(max(0.0, until_s - time.monotonic()))
+
+
+def in_one_line(error: Exception) -> str:
+    """Return an error as text; for an error from a worker, the last line of its traceback."""
+    return printable(without_index(f"{type(error).__name__}: {error}").strip().splitlines()[-1], max_length=200)
 
 
 def wait_for_exit_codes(workers: Sequence[BaseProcess]) -> None:
