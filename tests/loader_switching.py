@@ -132,6 +132,7 @@ def shorten_trials(set_attribute: Callable[[Any, str, Any], None] = setattr) -> 
     for name, value in few.items():
         set_attribute(search, name, value)
     set_attribute(plan, "_TRIALS_OF_CLOSE", 1)
+    set_attribute(plan, "_REPRODUCED", 10.0)  # so short a study says little on a busy machine
     host = HostBudget(cores=1.0, memory_available_bytes=2**36, shm_free_bytes=None)  # at most four workers
     set_attribute(num_workers_finder, "read_host_budget", lambda local_ranks: host)
 

@@ -29,7 +29,7 @@ class LargestBatch:
     """The largest batch size that fits, or the reason why it is unknown."""
 
     size: int | None = None  # 0: not even one sample fits
-    is_bound: bool = False  # an upper bound: only larger sizes are known not to fit
+    is_bound: bool = False  # about the largest that can fit: only larger sizes are known not to fit
     why_not: str = ""  # the reason why there is no size, as a sentence
 
 

@@ -51,7 +51,7 @@ def smaller_batch(run: RunMeasurements, oom: OutOfMemory, size: int | None, fits
         return f"Lower the batch size{where}{f' (now {size})' if size else ''}. {fits.why_not}".strip()
     if fits.size < 1:
         return "By measured memory, not even a batch of 1 fits."
-    known = f"At most {fits.size} fit" if fits.is_bound else f"{fits.size} fit by measured memory"
+    known = f"About {fits.size} fit" if fits.is_bound else f"{fits.size} fit by measured memory"
     goal = math.ceil(_PART_OF_BOUND * fits.size) if fits.is_bound else fits.size
     more = ", or fewer: the failed step did not finish" if fits.is_bound else ""
     if in_validation(oom) or run.stage != "fit":

@@ -376,7 +376,7 @@ class _Fit:
     ) -> None:
         loading.use(settings)
         loading.fetches = []
-        self._ramp_up = settings.num_workers * (1 + (settings.prefetch_factor or 0)) + 2
+        self._ramp_up = plan.ramp_up(settings)
         self._due = self._steps + self._ramp_up + plan.confirm_steps(loading.original, chosen)
         self._next = then
 

@@ -66,7 +66,7 @@ def larger_batch(room: float) -> dict[str, Any]:
 ANN = GpuProcess(pid=9, user="ann", name="train.py", memory_used_bytes=6 * GIB)
 # What differs from an error of a step that began with 8 GiB in tensors, as all steps before it; the cause, and words.
 ERRORS = {
-    "first step": ({"begins": [(1, 2 * GIB)], "batch_shape": (64, 512)}, "batch_too_large", "At most 39 fit"),
+    "first step": ({"begins": [(1, 2 * GIB)], "batch_shape": (64, 512)}, "batch_too_large", "About 39 fit"),
     "of unknown size": ({}, "batch_too_large", "Lower the batch size (now 64)"),
     "growth": ({"begins": GROWING}, "memory_growth", "grown by 102 MiB per step since step 6"),
     "pieces, with settings to keep": (
