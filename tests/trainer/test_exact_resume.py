@@ -531,7 +531,7 @@ def test_weights_that_are_exchanged_for_validation_are_not_saved(
     assert model.layer[0].weight.any()
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP], ids=["usual", "another"])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2], ids=["usual", "another"])
 def test_a_job_of_slurm_is_saved_and_requeued_at_the_end_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import time
 from collections import deque
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowG
 STEPS, STEP_S = 300, 0.005
 READ_EVERY = 15  # steps
 TIMEOUT_S = 5.0
-KEPT = 250_000  # numbers per step, of 1 MB: more than a long process has left over from its earlier tests
+KEPT = 250_000  # numbers per step, of 1 MB
 
 clock = HandClock()
 
@@ -32,6 +33,7 @@ clock = HandClock()
 def hand_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "StepClock", lambda: StepClock(clock))
     monkeypatch.setattr(run_recorder, "_READ_EVERY_S", 0.001)
+    ctypes.CDLL(None).malloc_trim(0)  # else what earlier tests have left over is kept first, and nothing grows
 
 
 class Reading(Callback):
