@@ -281,7 +281,7 @@ class Pass:
 
     def _next(self) -> Any:
         loading = self.loading
-        if self.settings != loading.in_use:
+        if self.settings is not loading.in_use:
             loading.as_own_work(self.release)
         try:
             if self.batches is None:
