@@ -195,8 +195,8 @@ class Indices:
 class _Feed:
     """The sampler of a plain DataLoader: the indices that are left of a pass."""
 
-    def __init__(self, arrive: Callable[[Any], Any] | None, *, starts: bool) -> None:
-        self.indices = Indices(())
+    def __init__(self, indices: Indices, arrive: Callable[[Any], Any] | None, *, starts: bool) -> None:
+        self.indices = indices
         self._arrive, self._starts = arrive, starts
 
     def __iter__(self) -> _Feed:
@@ -246,8 +246,7 @@ class Pass:
             contents = loading.contents()
         feed = None
         if self.indices is not None:
-            feed = _Feed(None if settings.num_workers else self.arrive, starts=starts)
-            feed.indices = self.indices
+            feed = _Feed(self.indices, None if settings.num_workers else self.arrive, starts=starts)
         is_original = settings == loading.original
         limit = {} if is_original else {"timeout": self.loader.timeout or MAX_BATCH_S}
         inner = plain_loader(self.loader, settings, feed, generator=generator, **limit)

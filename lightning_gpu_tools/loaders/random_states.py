@@ -102,16 +102,63 @@ def drop_pending_number() -> None:
     _numpy.set_bit_generator(_numpy.get_bit_generator())
 
 
+# States as types that `weights_only=True` loads
+
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of one of :data:`GENERATORS`."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return _plain(generator.bit_generator.state)
+    return _plain(generator.get_state(legacy=False))
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Set one of :data:`GENERATORS` to a state of :func:`generator_state`."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        version, numbers, pending = state
+        generator.setstate((version, tuple(numbers), pending))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _of_plain(state)
+    else:
+        generator.set_state(_of_plain(state))
+
+
 def packed_states(device: torch.device) -> list[Any]:
-    """Return the states of the global generators, and of one GPU's, as types that ``weights_only=True`` loads."""
-    of_torch, (name, keys, *rest), of_python = random_states()
+    """Return the states of the global generators, and of one GPU's."""
     on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return [of_torch, [name, torch.from_numpy(keys.astype(np.int64)), *rest], of_python, on_gpu]
+    return [torch.get_rng_state(), _plain(np.random.get_state(legacy=False)), random.getstate(), on_gpu]
 
 
 def put_back_packed(states: list[Any], device: torch.device) -> None:
     """Set the generators to states of :func:`packed_states`."""
-    of_torch, (name, keys, *rest), (version, numbers, pending), on_gpu = states
-    put_back((of_torch, (name, keys.numpy().astype(np.uint32), *rest), (version, tuple(numbers), pending)))
+    of_torch, of_numpy, (version, numbers, pending), on_gpu = states
+    put_back((of_torch, _of_plain(of_numpy), (version, tuple(numbers), pending)))
     if on_gpu is not None and device.type == "cuda":
         torch.cuda.set_rng_state(on_gpu, device)
+
+
+def _plain(state: Any) -> Any:
+    """Return the state of a generator of NumPy with tensors for its arrays."""
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return [str(state.dtype), torch.from_numpy(state.astype(np.int64))]
+    return state
+
+
+def _of_plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _of_plain(value) for name, value in state.items()}
+    if isinstance(state, list):
+        dtype, values = state
+        return values.numpy().astype(dtype)
+    return state

@@ -9,14 +9,12 @@ workers does not matter.
 from __future__ import annotations
 
 import itertools
-import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import override
@@ -24,13 +22,16 @@ from typing_extensions import override
 from lightning_gpu_tools.loaders.held import held_by, name_of
 from lightning_gpu_tools.loaders.passes import ContinuedLoader, Indices, Loading, Pass, continued
 from lightning_gpu_tools.loaders.random_states import (
+    GENERATORS,
     bring_back,
     drop_pending_number,
+    generator_state,
     mixed,
     peek_seed,
     seed_all,
     seed_of_batch,
     set_aside,
+    set_generator_state,
 )
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR, sampler_of
 
@@ -66,7 +67,7 @@ class Positions:
         made.loading.new_pass = partial(SeededPass, positions=self, place=place)
         # With these, Lightning does not warn that the loader cannot be resumed. The positions are restored before the
         # loader exists.
-        vars(made).update(state_dict=dict, load_state_dict=id)
+        vars(made).update(state_dict=dict, load_state_dict=_ignore)
         return made
 
     def begin(self, place: _Place) -> tuple[int, int]:
@@ -112,6 +113,10 @@ class Positions:
             loading.close()
 
 
+def _ignore(state: dict[str, Any]) -> None:
+    pass
+
+
 def is_resumable(loader: Any) -> bool:
     """Return whether a loader is a DataLoader whose own way to iterate is torch's."""
     kind = type(loader)
@@ -137,7 +142,7 @@ def inexact(loader: Any) -> Iterator[str]:
         )
     elif not loader.in_order:
         yield f"The batches of {dataset} come in any order (in_order=False). Remove that option."
-    generators = [held.name for held in held_by(loader.dataset) if isinstance(held.thing, _GENERATORS)]
+    generators = [held.name for held in held_by(loader.dataset) if isinstance(held.thing, GENERATORS)]
     if generators:
         yield (
             f"{generators[0]} is a random generator of its own, whose state is lost. Draw from the global generators: "
@@ -291,7 +296,7 @@ def _states(place: _Place) -> list[Any]:
         {name: value for name, value in now.items() if name == "seed" or value != first.get(name)}
         for now, first in zip(_numbers(place), place.numbers, strict=False)
     ]
-    return [changed, [_state(generator) for generator in _generators(place)]]
+    return [changed, [generator_state(generator) for generator in _generators(place)]]
 
 
 def _set_states(place: _Place, states: list[Any]) -> None:
@@ -299,54 +304,11 @@ def _set_states(place: _Place, states: list[Any]) -> None:
     for sampler, numbers in zip(place.samplers, changed, strict=False):
         vars(sampler).update(numbers)
     for generator, state in zip(_generators(place), of_generators, strict=False):
-        _set_state(generator, state)
+        set_generator_state(generator, state)
 
 
 def _generators(place: _Place) -> list[Any]:
     """Return the generators in the attributes of the samplers, each once; they go on from pass to pass."""
     values = [value for sampler in place.samplers for value in vars(sampler).values()]
-    found = [value for value in values if isinstance(value, _GENERATORS)]
+    found = [value for value in values if isinstance(value, GENERATORS)]
     return list({id(generator): generator for generator in found}.values())
-
-
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return _plain(generator.bit_generator.state)
-    return _plain(generator.get_state(legacy=False))
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        version, numbers, pending = state
-        generator.setstate((version, tuple(numbers), pending))
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _of_plain(state)
-    else:
-        generator.set_state(_of_plain(state))
-
-
-def _plain(state: Any) -> Any:
-    """Return the state of a generator of NumPy with tensors for its arrays, which ``weights_only=True`` loads."""
-    if isinstance(state, dict):
-        return {name: _plain(value) for name, value in state.items()}
-    if isinstance(state, np.ndarray):
-        return [str(state.dtype), torch.from_numpy(state.astype(np.int64))]
-    return state
-
-
-def _of_plain(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {name: _of_plain(value) for name, value in state.items()}
-    if isinstance(state, list):
-        dtype, values = state
-        return values.numpy().astype(dtype)
-    return state

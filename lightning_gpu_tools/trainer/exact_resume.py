@@ -48,7 +48,8 @@ class ExactResume(GuardedCallback):
 
     Example::
 
-        trainer = Trainer(callbacks=[ExactResume(), ModelCheckpoint(every_n_train_steps=500, save_last=True)])
+        saving = ModelCheckpoint(every_n_train_steps=500, save_top_k=0, save_last=True)
+        trainer = Trainer(callbacks=[ExactResume(), saving])
         trainer.fit(model, loader, ckpt_path="last")
     """
 

@@ -742,6 +742,17 @@ def test_what_cannot_be_exact_is_said_before_the_first_step(tmp_path: Path, sent
         train(tmp_path, INEXACT[sentence](), 7, more=[Kill(0)])
 
 
+class Counts(Callback):
+    """Changes the module after each batch."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        pl_module.hooks += torch.rand(3)
+
+
+def test_what_a_callback_changes_after_a_batch_is_in_the_file_as_advised(tmp_path: Path) -> None:
+    check(tmp_path, lambda: Model(plain), [5], callbacks=lambda: [Counts()])
+
+
 TUNERS: dict[str, Callable[[], Callback]] = {
     "LearningRateFinder searches again": partial(LearningRateFinder, num_training_steps=12),
     "A checkpoint saved on an exception is": partial(ModelCheckpoint, save_on_exception=True),
