@@ -5,7 +5,7 @@
 Each run of benchmarks/toys.py trains on the CPU and is slowed down in one place. The cases of benchmarks/gpu_cases.py
 are measurements written by hand; benchmarks/diagnosis_on_gpu.py trains on a GPU. A run labeled "healthy" must get no
 finding and no advice. The advisor is the first or the last callback, at random unless the run sets it. The phases must
-explain at least 95 % of each run's wall time.
+explain at least 95% of each run's wall time.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def rows(seconds: float, only: Sequence[str]) -> list[dict[str, Any]]:
     def add(name: str, ran: str, known: str, given: dict[str, Any]) -> None:
         found.append({"training": name, "ran": ran, "known": known, **given, "right": given["said"] == known})
         explained = given["explained"]
-        print_answer(found[-1], explained and f"{100 * explained:.1f} % of the wall time explained")
+        print_answer(found[-1], explained and f"{100 * explained:.1f}% of the wall time explained")
 
     for name in only or TOYS:
         toy = TOYS[name]
@@ -125,7 +125,7 @@ def main() -> int:
     found = rows(args.seconds, args.only)
     right = sum(row["right"] for row in found)
     least = min((row["explained"] for row in found if row["explained"] is not None), default=1.0)
-    print(f"{right} of {len(found)} right; at least {100 * least:.1f} % of the wall time explained")
+    print(f"{right} of {len(found)} right; at least {100 * least:.1f}% of the wall time explained")
     sums = {"right": right, "of": len(found), "least_explained": least}
     write_result(args.output, "diagnosis_suite", **sums, answers=found)
     return exit_code(found) or int(least < MIN_EXPLAINED)

@@ -15,7 +15,7 @@ one. It also requires timm, which must be installed with --no-deps beside torch'
 
 Requires torch's CUDA build, transformers, and torchvision. The peaks of the real T4 are from torch-preflight's
 calibration (its tests/calibration/measured_peaks.json, torch 2.11). Its authors report that a second T4 agreed within
-0.51 %. The training steps follow its measure_cuda.py, on networks with random weights. Autocast uses the type that
+0.51%. The training steps follow its measure_cuda.py, on networks with random weights. Autocast uses the type that
 torch says the GPU supports. On a T4, that is emulated bfloat16, so attention is not fused. If torch-preflight is
 installed, the result includes its estimates. hf-mem is not compared, because it estimates inference.
 """

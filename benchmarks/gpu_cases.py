@@ -120,7 +120,7 @@ MEASURED = {
     "someone else's job": sick("shared_gpu", 0.4, "FreeMemoryCUDAAccelerator(exclusive=True)"),
     "slow storage": Measured(
         "data_loading io_bound", gpu_run(WAITS, 25.0, loading=_ON_STORAGE, worker_cpu_s_per_batch=0.02), 0.75,
-        "waiting for storage in 60 %",
+        "waiting for storage in 60%",
     ),
     "a busy GPU": Measured("healthy", gpu_run({"data_loading": 30, "training_step": 20}, 93.0, gpu=HOPPER)),
     "a GPU that reports nothing": Measured("unknown", gpu_run(STEP, None)),

@@ -3,7 +3,7 @@
     python benchmarks/largest_batch.py [--model NAME ...] [--output results.json]
 
 Requires a GPU. The models resemble GPT-2, BERT, and ResNet-50, with random weights. The prediction replays the recorded
-steps on a model of torch's allocator, and leaves 2 % free. benchmarks/out_of_memory.py runs this as well.
+steps on a model of torch's allocator, and leaves 2% free. benchmarks/out_of_memory.py runs this as well.
 """
 
 from __future__ import annotations

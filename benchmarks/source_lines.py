@@ -99,7 +99,7 @@ def main() -> None:
     for name, found in runs.items():
         print(f"{name}: {found['samples']} samples, {found['us_per_sample']:.0f} us of CPU time each")
         for work, percent in found["true_percent"].items():
-            print(f"  {work:24} true {percent:5.1f} %  sampled {found['seen_percent'][work]:5.1f} %")
+            print(f"  {work:24} true {percent:5.1f}%  sampled {found['seen_percent'][work]:5.1f}%")
     write_result(args.output, "source_lines", load_average_before=load, seconds=args.seconds, runs=runs)
 
 

@@ -372,7 +372,7 @@ STALLS = {
     "a dataset that blocks in the training process": Case(dataset, "dataset", "waits for a lock in hang"),
     "storage that does not answer": Case(silent_storage, "storage", "waits for storage in act"),
     "a callback that waits": Case(waiting_callback, "code", "The training process waits for a lock in hang"),
-    "swap thrash": Case(swapping, "swap", "every task waited for memory 91 %"),
+    "swap thrash": Case(swapping, "swap", "every task waited for memory 91%"),
     "an error swallowed on one rank": Case(
         swallowed_error, "rank_behind", "Rank 1 stopped training at step 13 (stopped by ValueError", 2, 1
     ),

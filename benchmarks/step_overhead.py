@@ -9,7 +9,7 @@ memory layout of a process changes a step by about 10 us.
 Only one process trains at a time. In each round, each process has one turn, by default of 4,999 steps, in random
 order. A turn starts with cold caches, which a training without turns does not have, so it is long enough that they
 hardly matter. All steps count, and 4,999 is a prime, so the turns include the work of every 10th and 50th step in
-proportion. The average times of a round are compared. The result is the median of the differences with its 95 %
+proportion. The average times of a round are compared. The result is the median of the differences with its 95%
 interval. It includes the work of a tool's threads and processes as far as that slows down the training thread.
 
 nvitop's collector is included if nvitop is installed and there are GPUs. TraceML is included if traceml-ai is
@@ -231,7 +231,7 @@ def measure(tool: str, rounds: int, steps: int) -> tuple[Turns, Report | None]:
 
 
 def difference(times_us: Sequence[float], others_us: Sequence[float]) -> str:
-    """Return the median difference with its 95 % interval."""
+    """Return the median difference with its 95% interval."""
     values = [a - b for a, b in zip(times_us, others_us, strict=True)]
     low, high = median_interval(values) or (min(values), max(values))
     return f"{median(values):+.0f} ({low:+.0f} to {high:+.0f})"

@@ -15,7 +15,7 @@ from lightning_gpu_tools.errors import NotEnoughGpusError, NvmlUnavailableError
 def main() -> None:
     try:
         for gpu in list_gpus():
-            print(f"GPU {gpu.index} {gpu.name}: {gpu.memory_free_bytes} bytes free, {gpu.utilization_percent} % busy")
+            print(f"GPU {gpu.index} {gpu.name}: {gpu.memory_free_bytes} bytes free, {gpu.utilization_percent}% busy")
         # A preview, without a claim.
         print(select_gpus(min_free="1GiB", claim=False).reason)
     except (NvmlUnavailableError, NotEnoughGpusError) as error:

@@ -96,18 +96,17 @@ def line_width() -> int:
 
 
 def wrapped(text: str, first: str = "", others: str = "  ") -> str:
-    """Wrap text to the width of the terminal, without breaking words; no line begins with a "%"."""
+    """Wrap text to the width of the terminal, without breaking words."""
     import textwrap  # a pick needs none of it
 
-    lines = textwrap.fill(
-        text.replace(" %", "\N{NO-BREAK SPACE}%"),
+    return textwrap.fill(
+        text,
         line_width(),
         initial_indent=first,
         subsequent_indent=others,
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return lines.replace("\N{NO-BREAK SPACE}%", " %")
 
 
 def printable(text: object, max_length: int = 100) -> str:

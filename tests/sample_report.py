@@ -32,7 +32,7 @@ REPORT = Report(
     diagnosis=Diagnosis(
         verdict="low",
         findings=(FINDING,),
-        why="Waiting for data takes 61 % of the wall time (31 ms of 51 ms per steady step).",
+        why="Waiting for data takes 61% of the wall time (31 ms of 51 ms per steady step).",
         next_step="Set DataLoader(..., num_workers=6) (now 0). Speedup: about 2.3x (2.1x to 2.5x).",
     ),
     gpus=(

@@ -44,7 +44,7 @@ def step_overhead() -> str:
         table(head, *rows),
         f"A step takes {step_us / 1e3:.1f} ms. All tools have their default settings, with `log_every_n_steps=50` "
         f"unless stated. Each tool is measured alone. The table shows medians of {plain['rounds']} paired differences "
-        f"({fake['rounds']} with fake GPUs) and their 95 % intervals. A difference is between turns of "
+        f"({fake['rounds']} with fake GPUs) and their 95% intervals. A difference is between turns of "
         f"{plain['steps_per_turn']} steps, averaged over {plain['processes']} processes. "
         + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
         f"On a simulated GPU, in {simulated['rounds']} turns of {simulated['steps_per_turn']:,} steps, monitor and "
@@ -64,7 +64,7 @@ def source_lines() -> str:
     rows = [
         (
             name.replace("_", " ").replace("python", "Python").replace("c that", "C that"),
-            *(f"{one['true_percent'][name]:.0f} %, {one['seen_percent'][name]:.0f} %" for one in runs.values()),
+            *(f"{one['true_percent'][name]:.0f}%, {one['seen_percent'][name]:.0f}%" for one in runs.values()),
         )
         for name in next(iter(runs.values()))["true_percent"]
     ]

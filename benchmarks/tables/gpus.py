@@ -36,7 +36,7 @@ def prediction(sizes: list[dict[str, Any]], measured_at: int) -> str:
     error = sum(abs(share - 1) for share in shares) / len(shares)
     return (
         f"from batches of {measured_at}, {min(shares):.2f} to {max(shares):.2f} times the largest that trains (mean "
-        f"error {100 * error:.0f} %)"
+        f"error {100 * error:.0f}%)"
     )
 
 
@@ -96,7 +96,7 @@ def dry_run_batches() -> str:
     def judged(side: Results) -> str:
         words = [f"{side['batch']}: {side['verdict'].replace('_', ' ')}"]
         if side["verdict"] != "does_not_fit":
-            words.append(f"{100 * side['needed'] / side['usable']:.1f} %")
+            words.append(f"{100 * side['needed'] / side['usable']:.1f}%")
             words += ["cache emptied"] * bool(side["retries"])
         return ", ".join(words)
 
@@ -111,7 +111,7 @@ def dry_run_batches() -> str:
     return block(
         table(("model", "pixels", "ran on a real RTX 3090", "failed there"), *rows),
         f"Of {len(sides)} verdicts, {right} are right, {doubtful} `perhaps`, and {wrong} wrong. "
-        f"What ran needed up to {100 * highest:.1f} % of the memory. torch {found['machine']['torch']}, "
+        f"What ran needed up to {100 * highest:.1f}% of the memory. torch {found['machine']['torch']}, "
         f"timm {found['machine']['timm']}. {source('dry_run_peaks.py --batches', 'dry_run_batches')}",
     )
 
@@ -149,7 +149,7 @@ def dry_run_error() -> str:
     )
 
     def sizes(shares: Sequence[float]) -> str:
-        return f"{mean_size(shares)} ({100 * max(map(abs, shares)):.1f} %)"
+        return f"{mean_size(shares)} ({100 * max(map(abs, shares)):.1f}%)"
 
     rows = [
         (
@@ -177,7 +177,7 @@ def gpu_times(found: Results) -> str:
     errors = [abs(measured / truth - 1) for measured, truth in known if measured is not None]
     return (
         f"The GPU time of forward is known for {len(known)} of them. It was measured in {len(errors)}, with an error "
-        f"of at most {100 * max(errors):.0f} %."
+        f"of at most {100 * max(errors):.0f}%."
     )
 
 

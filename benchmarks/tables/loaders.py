@@ -69,7 +69,7 @@ def loader_searches() -> str:
             ", ".join(
                 f"{cell.removesuffix('xNone')}: {median(speeds):.0f}/s" for cell, speeds in one["batches_per_s"].items()
             ),
-            f"{100 * one['slowest_choice']:.0f} %",
+            f"{100 * one['slowest_choice']:.0f}%",
         )
         for name, one in results("loader_searches")["loaders"].items()
     ]

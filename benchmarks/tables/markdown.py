@@ -61,17 +61,17 @@ def milliseconds(times_s: Sequence[float]) -> str:
 
 
 def with_interval(values: Sequence[float], spec: str, unit: str = "") -> str:
-    """Return the median of some values and its 95 % interval, or their range if there are too few."""
+    """Return the median of some values and its 95% interval, or their range if there are too few."""
     low, high = median_interval(values) or (min(values), max(values))
     return f"{median(values):{spec}}{unit} ({low:{spec}} to {high:{spec}})"
 
 
 def signed_percent(share: float) -> str:
-    return f"{100 * share:+.1f} %".replace("-0.0", "0").replace("+0.0", "0")
+    return f"{100 * share:+.1f}%".replace("-0.0", "0").replace("+0.0", "0")
 
 
 def mean_size(shares: Sequence[float]) -> str:
-    return f"{100 * sum(map(abs, shares)) / len(shares):.1f} %"
+    return f"{100 * sum(map(abs, shares)) / len(shares):.1f}%"
 
 
 def in_rounds(runs: Results, name: str, key: str) -> list[tuple[float, float]]:

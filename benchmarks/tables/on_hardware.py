@@ -49,7 +49,7 @@ def h200_advice() -> str:
         (
             settings(one),
             f"{one['samples_per_s']:,.0f}",
-            f"{one['utilization_percent']:.0f} %",
+            f"{one['utilization_percent']:.0f}%",
             one["why"].partition("time. ")[2],
         )
         for one in found["trainings"]

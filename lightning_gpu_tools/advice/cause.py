@@ -47,7 +47,7 @@ class Cause(Generic[Facts]):
     # busy GPU down but leaves none idle, so it makes no run "low". "others": the time is that of other jobs.
     kind: Literal["idle", "busy", "remark", "others"] = "idle"
     needs: Sequence[str] = ()  # attributes of RunMeasurements that must not be None to judge it
-    # Returns why a finding needs no change, to follow "... takes 38 % of the wall time, but"; empty if it does.
+    # Returns why a finding needs no change, to follow "... takes 38% of the wall time, but"; empty if it does.
     why_not: Callable[[Facts, Finding], str] = lambda facts, finding: ""
     silenced_by: Sequence[str] = ()  # causes: if one of them finds anything, however little, this one is not judged
     # Returns whether a finding is explained by those of other causes before it.

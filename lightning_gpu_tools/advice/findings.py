@@ -42,12 +42,12 @@ class Finding:
         cause: Name of the cause: that of a file in ``advice/causes``.
         share: Fraction of the wall time lost to it; 0 for memory. On a GPU, at most the GPU's idle time, except for
             causes that make a busy GPU slower.
-        ceiling: Largest possible speedup from removing it: 1.31 = +31 %. If more workers are advised, at most the
+        ceiling: Largest possible speedup from removing it: 1.31 = +31%. If more workers are advised, at most the
             upper end of the range predicted for them.
-        ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it if the share was counted, not sampled.
+        ceiling_lower: Lower 95% bound of ``ceiling``; equal to it if the share was counted, not sampled.
         evidence: Numbers with the unit in the name, and text. ``"phase"`` is its line of the time tree, and
             ``"kind"`` the subtype of ``data_loading``, ``slowing_down`` and ``cpu_contention``. ``"source_lines"``
-            are the program's lines that take most of the time: ``"data.py:41 in decode (62 %)"``. ``"storage_path"``
+            are the program's lines that take most of the time: ``"data.py:41 in decode (62%)"``. ``"storage_path"``
             is where the data or the checkpoints are, and ``"file_system"`` its type: ``"nfs4"``. For a torch
             DataLoader, ``"speedup"`` is the estimate for ``"predicted_num_workers"`` workers, with a range from
             ``"speedup_lower"`` to ``"speedup_upper"``.
@@ -170,7 +170,7 @@ def lost_time(
 ) -> Finding:
     """Return a finding on this share of the wall time.
 
-    ``begins`` is the beginning of the reason, before "... % of the wall time", and ``detail`` more numbers after it,
+    ``begins`` is the beginning of the reason, before "...% of the wall time", and ``detail`` more numbers after it,
     by default the seconds per step. ``lines`` are phases, or groups of them, whose source lines it reports; ``whose``
     names their time, and ``has_function`` says to look for a function if no line is known. ``avoidable`` is the
     removable part of the share, by default all, and ``lower`` its lower bound if it was sampled or may be due to
@@ -191,7 +191,7 @@ def lost_time(
         ceiling=bound,
         ceiling_lower=min(bound, ceiling(surely)),
         evidence=known({"phase": phase, **evidence}),
-        why=f"{begins} {100 * share:.0f} % of the wall time{detail and f' ({detail})'}.",
+        why=f"{begins} {100 * share:.0f}% of the wall time{detail and f' ({detail})'}.",
         advice=f"{advice} {hint}".strip(),
         basis=basis,
     )
@@ -208,14 +208,14 @@ def without_added_time(finding: Finding, slower: Finding) -> Finding:
         share=share,
         ceiling=min(finding.ceiling, ceiling(share)),
         ceiling_lower=min(finding.ceiling_lower, ceiling(share)),
-        why=f"{finding.why} Without the time by which steps have become longer, it is {100 * share:.0f} %.",
+        why=f"{finding.why} Without the time by which steps have become longer, it is {100 * share:.0f}%.",
     )
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return an interval that holds the median with at least 95 % confidence; ``None`` for fewer than six values.
+    """Return an interval that holds the median with at least 95% confidence; ``None`` for fewer than six values.
 
-    It spans the k-th smallest to the k-th largest value: n coin tosses show fewer than k heads in at most 2.5 %.
+    It spans the k-th smallest to the k-th largest value: n coin tosses show fewer than k heads in at most 2.5%.
     """
     count = len(values)
     rank, ways_below = 0, 1
@@ -229,7 +229,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return an interval that holds the mean with about 95 % confidence; ``None`` for fewer than six values.
+    """Return an interval that holds the mean with about 95% confidence; ``None`` for fewer than six values.
 
     It uses the bootstrap. Any value is missing from every third draw, so one accident does not move the lower end.
     """

@@ -12,7 +12,7 @@ from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.units import format_bytes, printable
 
 # Our defaults.
-MIN_SAMPLES = 20  # of a phase: with 20, a share is known to within 22 points either way (95 %), with 200 to within 7
+MIN_SAMPLES = 20  # of a phase: with 20, a share is known to within 22 points either way (95%), with 200 to within 7
 _MIN_SHARE = 0.10  # a line with less is not worth reporting
 _MAX_LINES = 3
 _MAX_NAME = 100  # characters of a file or a function
@@ -67,14 +67,14 @@ def worth_reporting(shares: Sequence[LineShare]) -> list[LineShare]:
 def where(lines: Sequence[SourceLine], *phases: str) -> str | None:
     """Return the lines that take the time of these phases, in the format of ``evidence["source_lines"]``.
 
-    ``"data.py:41 in decode (62 %), data.py:57 in __getitem__ (20 %)"``; ``None`` if there are too few samples.
+    ``"data.py:41 in decode (62%), data.py:57 in __getitem__ (20%)"``; ``None`` if there are too few samples.
     """
     named = worth_reporting(seen_in(lines, *phases))
-    return ", ".join(f"{one} ({100 * one.share:.0f} %)" for one in named) or None
+    return ", ".join(f"{one} ({100 * one.share:.0f}%)" for one in named) or None
 
 
 def holding(lines: Sequence[MemoryLine]) -> str | None:
-    """Return the program's lines that allocated most of the memory in ``lines``, each at least 10 % of it.
+    """Return the program's lines that allocated most of the memory in ``lines``, each at least 10% of it.
 
     ``"net.py:41 in forward (1.20 GiB), net.py:57 in forward (310 MiB)"``; ``None`` without one.
     """
@@ -87,5 +87,5 @@ def sentence(lines: Sequence[SourceLine], *phases: str, whose: str = "this time"
     """Return a sentence about the line that takes most of these phases; empty if it is not in the program."""
     for one in worth_reporting(seen_in(lines, *phases))[:1]:
         if is_of_program(one.file):
-            return f"{100 * one.share:.0f} % of {whose} is at {one}."
+            return f"{100 * one.share:.0f}% of {whose} is at {one}."
     return ""

@@ -11,7 +11,7 @@ from lightning_gpu_tools.advice.findings import Finding, ceiling
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# Fluctuating load times empty the queue: with exactly load time / step time workers, 6 to 9 % of the wait remained.
+# Fluctuating load times empty the queue: with exactly load time / step time workers, 6 to 9% of the wait remained.
 _HEADROOM = 1.15
 # Our defaults from here on.
 TOLERANCE = 0.03  # smaller differences in predicted speed count as equal
@@ -76,7 +76,7 @@ def plan_loader(
     step_cores: float = 1.0,
     most_workers: int | None = None,
 ) -> LoaderPlan:
-    """Return the smallest number of workers that comes within 3 % of the best speed this host can reach.
+    """Return the smallest number of workers that comes within 3% of the best speed this host can reach.
 
     ``step_s`` excludes any wait for data. ``step_cores`` is the number of cores that the training process keeps busy.
     ``most_workers`` is the number of shards, if that limits them.

@@ -41,7 +41,7 @@ def unknown_parts(ranks: Sequence[RankStep]) -> list[str]:
 
 
 def usual_s(sampled_s: Iterable[float]) -> float:
-    """Return the mean of sampled steps without the longest 10 %, because one outlier distorts the mean of a few."""
+    """Return the mean of sampled steps without the longest 10%, because one outlier distorts the mean of a few."""
     seconds = sorted(sampled_s)
     return fmean(seconds[: math.ceil(_USUAL * len(seconds))])
 

@@ -39,7 +39,7 @@ def why_not(run: RunMeasurements, cause: Cause[Any], finding: Finding) -> str:
     if finding.ceiling < MIN_CEILING:
         if "wait_ms_per_step" in finding.evidence:
             return f"a steady step waits only {format_duration(float(finding.evidence['wait_ms_per_step']) / 1e3)}"
-        return f"removing one part of it makes {run.activity} less than {100 * (MIN_CEILING - 1):.0f} % faster"
+        return f"removing one part of it makes {run.activity} less than {100 * (MIN_CEILING - 1):.0f}% faster"
     if finding.ceiling_lower <= MIN_CEILING_LOWER:
         return "it occurs too rarely, or varies too much, to be more than chance"
     if cost_s < MIN_COST_S_PER_STEP and not cause.is_however_short:
@@ -54,7 +54,7 @@ def why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding], lef
     if verdict == "shared_gpu":
         return findings[0].why
     gpus = "GPUs are" if len(run.ranks) > 1 else "GPU is"
-    gpu = "" if run.busy_percent is None else f"The {gpus} busy {run.busy_percent:.0f} % of the time. "
+    gpu = "" if run.busy_percent is None else f"The {gpus} busy {run.busy_percent:.0f}% of the time. "
     if verdict == "healthy" or not findings:
         return gpu + (_harmless(run, left_out) or f"Nothing on the host slows {run.activity} down.")
     return gpu + findings[0].why
@@ -87,7 +87,7 @@ def of_short_run(
     change = f"{longer}, or lower {options} of {'GPUUtilizationAdvisor' if run.has_trainer else 'watch()'}."
     group, longest_s = longest_group(run, (TRAINING_STEP, UNEXPLAINED, *PAUSES))
     if longest_s and longest_s >= MAX_UNNAMED * run.wall_s:
-        share = f"{100 * longest_s / run.wall_s:.0f} % of the wall time"
+        share = f"{100 * longest_s / run.wall_s:.0f}% of the wall time"
         reason = f"So far: {label_of(group)}, {share}; too short for a verdict. {reason}"
     return reason, change
 
@@ -106,7 +106,7 @@ def _harmless(run: RunMeasurements, left_out: Sequence[LeftOut]) -> str:
     about = [one for one in left_out if group == base_phase(str(one.finding.evidence.get("phase")))]
     label = label_of(group)
     reason = max(about, key=lambda one: one.finding.share).reason if about else "no rule judges it"
-    return f"{label[0].upper()}{label[1:]} takes {100 * seconds / run.wall_s:.0f} % of the wall time, but {reason}."
+    return f"{label[0].upper()}{label[1:]} takes {100 * seconds / run.wall_s:.0f}% of the wall time, but {reason}."
 
 
 def idle_percent(run: RunMeasurements) -> Mapping[str, float]:

@@ -69,7 +69,7 @@ def does(process: ProcessFacts) -> str:
     if process.waits_for == "storage":
         activity = "waits for storage" + (f" ({printable(process.file)})" if process.file else "")
     elif not is_idle(process):
-        activity = f"computes ({100 * process.cpu_share:.0f} % of a core)"
+        activity = f"computes ({100 * process.cpu_share:.0f}% of a core)"
     else:
         activity = "waits for a lock" if process.waits_for == "lock" else "waits"
     return activity + where(process.stack)

@@ -54,7 +54,7 @@ def _of_busy_percent(
     busy_percent = run.busy_percent or 0.0
     is_busy = busy_percent >= min_utilization_percent and few_active_sms(run) is None
     if is_busy and not any(TIME_CAUSES[one.cause].kind == "busy" for one in found):
-        reason = f"a GPU that is busy {min_utilization_percent:.0f} % of the time is well used"
+        reason = f"a GPU that is busy {min_utilization_percent:.0f}% of the time is well used"
         return Judgment("healthy", remarks, [LeftOut(one, reason) for one in found])
     idle = 1.0 - busy_percent / 100
     in_step = [one for one in found if TIME_CAUSES[one.cause].is_in_step]

@@ -142,7 +142,7 @@ def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Tab
 def _load_color(utilization: str) -> str:
     if utilization == "?":
         return ""
-    percent = float(utilization.partition(" ")[0])
+    percent = float(utilization.removesuffix("%"))
     return "green" if percent < _MIN_BUSY_PERCENT else "red" if percent >= _MIN_FULL_PERCENT else "yellow"
 
 
@@ -182,7 +182,7 @@ def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> tuple[str, ...
     return (
         _size(gpu.memory_free_bytes),
         _size(gpu.memory_total_bytes),
-        "?" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} %",
+        "?" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f}%",
         _use(gpu),
         "?" if claims is None else "\n".join(folded_claims(here, describe, _MAX_CLAIMS)),
     )

@@ -23,7 +23,7 @@ _MAX_TRIALS = 20  # our default
 _TOO_FEW_GPUS = re.compile(r"requested gpu: \[(?:\d+, )*(\d+)\]|invalid device ordinal")
 _ABORTED = (-6, 134)  # exit codes of a process that SIGABRT ended, and of a shell that ran it
 
-# Of the memory of a GPU. Trainings that ran on an RTX 3090 needed up to 96.5 % of it here. Those that failed there but
+# Of the memory of a GPU. Trainings that ran on an RTX 3090 needed up to 96.5% of it here. Those that failed there but
 # fit here needed more, or torch had to empty its cache (docs/published_numbers.md).
 _CERTAIN_SHARE = 0.97
 _FAR = 8  # our default: times the batch that ran, beyond which a prediction is doubtful
@@ -45,7 +45,7 @@ class DryRun:
         usable_bytes: Memory of a GPU that programs can use.
         needed_bytes: Memory that the process with the highest peak needs on its GPU, including the CUDA context and,
             with several ranks, NCCL's buffers.
-        min_free_bytes: Value for ``--min-free``: 20 % more than ``needed_bytes``, limited to the memory of the GPU.
+        min_free_bytes: Value for ``--min-free``: 20% more than ``needed_bytes``, limited to the memory of the GPU.
         steps: Completed training steps.
         world_size: Number of ranks.
         batch_size: First dimension of the first tensor that the model got; of a list of images, its length.
@@ -227,7 +227,7 @@ def result(judgment: Judgment, gpu: str, gpus: int, steps: int, needs: ProcessRe
     )
 
 
-_NEAR = f"Above {100 * _CERTAIN_SHARE:.0f} % of it, a real GPU may run out of memory."
+_NEAR = f"Above {100 * _CERTAIN_SHARE:.0f}% of it, a real GPU may run out of memory."
 _EMPTIED = "Torch had to empty its cache to make room, and a real GPU may then run out of memory."
 
 
@@ -260,7 +260,7 @@ def _limitations(record: ProcessRecord, steps: int) -> list[str]:
     if record.steps and not record.has_validated:
         found.append("No validation ran, so its peak is unknown.")
     if record.has_convolutions:
-        found.append("cuDNN is not simulated. On an H200, ResNet-50 needed up to 11 % more memory with cuDNN.")
+        found.append("cuDNN is not simulated. On an H200, ResNet-50 needed up to 11% more memory with cuDNN.")
     if record.compiles:
         found.append("torch.compile was disabled. Compiled code usually needs less memory.")
     if record.masks:

@@ -28,7 +28,7 @@ def _lines(run: DryRun) -> Iterator[str]:
             size = run.parts_bytes.get(name, 0)
             if size >= _MIN_SHARE * needed:
                 label = f"{part.label} ({part.group})" if name.startswith("cache") else part.label
-                yield f"  {format_bytes(size):>8}  {100 * size / needed:3.0f} %  {label}"
+                yield f"  {format_bytes(size):>8}  {100 * size / needed:3.0f}%  {label}"
         lines = [one for one in run.lines if one.bytes >= _MIN_SHARE * needed][:_MAX_LINES]
         if lines:
             yield "Lines that allocated the most"

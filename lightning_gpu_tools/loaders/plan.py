@@ -28,18 +28,18 @@ from lightning_gpu_tools.units import format_duration
 # Even a training of 120 steps must benefit from the search. The first steps are slower than the others.
 STUDY_STEPS = 25
 _WARM_UP_STEPS = 5
-# Settings are confirmed over ten groups of steps: with ten values, the 95 % interval of a median excludes the lowest
+# Settings are confirmed over ten groups of steps: with ten values, the 95% interval of a median excludes the lowest
 # and the highest. A group has ten steps, or one for each worker, because workers deliver batches in bursts.
 _CONFIRM_GROUPS, CONFIRM_GROUP_STEPS = 10, 10
 # After waits for batches, steps were up to a quarter slower (measured on two cores). Predictions have room for half.
 _SLOWER_AFTER_WAITS = 1.12
-# A step on the CPU competes with the workers for cores. Predictions are then off by 15 % (median over 30 cases).
+# A step on the CPU competes with the workers for cores. Predictions are then off by 15% (median over 30 cases).
 _MIN_GAIN_ON_CPU = 1.15
 # A step counts as busy on the CPU from a quarter of torch's threads: a thread that waits for a GPU spins on one core.
 _BUSY_SHARE = 0.25
 _WORKERS_PER_CORE = 4  # our default for workers that only wait
 _DEEP_PREFETCH = 8  # for bursts of slow batches; more did not help in any measured case
-# Two trials of the same settings differ by 2 to 4 % (measured), so settings this close to the best may be as good. They
+# Two trials of the same settings differ by 2 to 4% (measured), so settings this close to the best may be as good. They
 # are tried three times.
 _CLOSE = 1.10
 _TRIALS_OF_CLOSE = 3
@@ -94,7 +94,7 @@ def step_cost(study: Sequence[Step], torch_threads: int, settings: LoaderSetting
     busy = cpu_s / step_s
     threads = 0 if busy < _BUSY_SHARE * torch_threads else max(1, math.ceil(busy - 0.1))
     waits_s, error_s = [step.wait_s for step in study[max(0, ramp_up(settings) - _WARM_UP_STEPS) :]], None
-    if len(waits_s) > 1:  # the 95 % interval of the wait, and the spread of the steps
+    if len(waits_s) > 1:  # the 95% interval of the wait, and the spread of the steps
         error_s = 2 * stdev(waits_s) / len(waits_s) ** 0.5 + median(steps_s) - step_s
     return Step(step_s, cpu_s, mean(waits_s or [0.0]), threads, error_s)
 
@@ -126,7 +126,7 @@ def why_no_search(steps: Sequence[Step]) -> str | None:
         return None
     return (
         f"Training waits only {format_duration(wait_s)} of a {format_duration(step_s)} step for data. No settings can "
-        f"make it {100 * (MIN_CEILING - 1):.0f} % faster."
+        f"make it {100 * (MIN_CEILING - 1):.0f}% faster."
     )
 
 
@@ -138,7 +138,7 @@ def confirm_steps(*settings: LoaderSettings) -> int:
 def why_slower(tried: Sequence[Step], original: Sequence[Step], *settings: LoaderSettings) -> str | None:
     """Describe how much slower steps were with the tried settings than with the original ones.
 
-    Return ``None`` if they were not slower, or if the 95 % intervals of the two medians overlap (explained by noise).
+    Return ``None`` if they were not slower, or if the 95% intervals of the two medians overlap (explained by noise).
     """
     size = _group_steps(settings)
     medians, intervals = [], []
@@ -242,7 +242,7 @@ def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSetting
 
 
 def _preferred(case: LoaderCase, known: Sequence[LoaderTrial]) -> LoaderTrial:
-    """Return the fewest workers within 3 % of the best; below the prediction only if none of these has as many."""
+    """Return the fewest workers within 3% of the best; below the prediction only if none of these has as many."""
     good = [one for one in known if _seconds(one) <= (1 + TOLERANCE) * min(map(_seconds, known))]
     enough = [one for one in good if one.settings.num_workers >= case.plan.settings.num_workers]
     return min(enough or good, key=lambda one: (one.settings.num_workers, one.settings.prefetch_factor or 0))
@@ -265,7 +265,7 @@ def why_unsure(case: LoaderCase, trials: Sequence[LoaderTrial]) -> str | None:
 
 
 def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSettings, str]:
-    """Return the settings to use and the reason: the fewest workers within 3 % of the best, if worth a change."""
+    """Return the settings to use and the reason: the fewest workers within 3% of the best, if worth a change."""
     known, original = combined(trials), trial_of(trials, case.original)
     if (unsure := why_unsure(case, trials)) is not None:
         return case.original, unsure
@@ -281,7 +281,7 @@ def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSetti
     if failures:
         return case.original, f"The original settings are kept, because other settings failed: {failures[0]}."
     less = " The training step also uses the CPU, so a smaller gain is uncertain." if case.step.threads else ""
-    return case.original, f"No other settings were more than {100 * (needed - 1):.0f} % faster.{less}"
+    return case.original, f"No other settings were more than {100 * (needed - 1):.0f}% faster.{less}"
 
 
 def _in_use(case: LoaderCase, trials: Sequence[LoaderTrial], settings: LoaderSettings) -> LoaderSettings:

@@ -37,7 +37,7 @@ from lightning_gpu_tools.training.run_measurements import LoaderSettings
 _MAX_INDICES = 1024  # from the sampler; a search loads a few hundred batches
 # The cost of a batch is the mean over 4 to 60 batches, within this share of the budget. 60 reveal one slow batch in 20.
 _MIN_PROBED, _MAX_PROBED, _PROBE_SHARE = 4, 60, 0.05
-# A trial measures at least 24 batches and 0.4 s, until its mean is known to 2 %. If it is certainly 10 % slower than
+# A trial measures at least 24 batches and 0.4 s, until its mean is known to 2%. If it is certainly 10% slower than
 # the best, it ends after 8.
 _MIN_BATCHES, _MIN_SECONDS, _PRECISION = 24, 0.4, 0.02
 _HOPELESS, _FIRST_BATCHES = 1.1, 8
@@ -181,7 +181,7 @@ class Trials:
     def stand_in(self) -> float:
         """Take the time of a step, part of which is computed if the step computes on the CPU; return the rest.
 
-        In 30 cases on the CPU, predictions were 26 % too fast on average with a step that sleeps, and 3 % with this.
+        In 30 cases on the CPU, predictions were 26% too fast on average with a step that sleeps, and 3% with this.
         """
         step, began_s = self._step, time.perf_counter()
         if step.threads:
@@ -346,7 +346,7 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
     Measures the cost of a batch in a worker process, and predicts settings within the limits of this machine: cores
     (affinity and cgroup), memory, ``/dev/shm``. Then tries a few candidates with a training step that sleeps. Like a
     step on a GPU, this leaves the cores to the workers; for steps on the CPU, use
-    :class:`~lightning_gpu_tools.NumWorkersFinder`. The result is the smallest number of workers within 3 % of the best,
+    :class:`~lightning_gpu_tools.NumWorkersFinder`. The result is the smallest number of workers within 3% of the best,
     but not fewer than predicted, or the loader's current settings if they are as good.
 
     Does not change the loader, its dataset, sampler, and generator, or the random numbers of this process: batches are

@@ -38,7 +38,7 @@ _UNTOUCHED: Mapping[str, frozenset[str]] = {
     "precision": frozenset({"data_loading", "callback", "logging", "trainer"}),
 }
 
-# With five blocks or fewer, not even their full range is a 95 % interval of the median.
+# With five blocks or fewer, not even their full range is a 95% interval of the median.
 _MIN_BLOCKS = 6
 _MAX_ELSEWHERE = 0.5  # our default: if a larger part of the gain is in other phases, the change does not explain it
 
@@ -67,8 +67,8 @@ class Comparison:
     per: str = "step"  # or "sample", after an advised change of the batch size
     old_step_s: float | None = None
     new_step_s: float | None = None
-    slowdown: float | None = None  # 0.07 = a step takes 7 % longer
-    slowdown_low: float | None = None  # of its 95 % interval
+    slowdown: float | None = None  # 0.07 = a step takes 7% longer
+    slowdown_low: float | None = None  # of its 95% interval
     slowdown_high: float | None = None
     max_slowdown: float  # the limit
     changes: tuple[Change, ...]  # of all settings
@@ -77,7 +77,7 @@ class Comparison:
 
 
 def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
-    """Compare two runs by the time of their steady steps: ``slower`` means beyond the noise and the limit (0.05 = 5 %).
+    """Compare two runs by the time of their steady steps: ``slower`` means beyond the noise and the limit (0.05 = 5%).
 
     Settings in the older run's advice may differ: the comparison then shows the effect of following it.
     """
@@ -171,7 +171,7 @@ def _doubt(new: Report, old: Report, followed: Sequence[Change]) -> str | None:
     phase = max(untouched, key=lambda name: gains.get(name, 0.0))
     times = f"{format_duration(before.get(phase, 0.0))} -> {format_duration(now.get(phase, 0.0))} per step"
     return (
-        f"the machine was not the same: {100 * min(elsewhere / whole, 1.0):.0f} % of the gain is in phases that this "
+        f"the machine was not the same: {100 * min(elsewhere / whole, 1.0):.0f}% of the gain is in phases that this "
         f'change cannot speed up, mostly in "{label_of(phase)}" ({times})'
     )
 
@@ -193,7 +193,7 @@ def _steady_phase_s(report: Report) -> dict[str, float]:
 
 
 def _speedups(comparison: Comparison) -> tuple[float, float, float]:
-    """Return how many times as fast the newer run is, and the ends of the 95 % interval."""
+    """Return how many times as fast the newer run is, and the ends of the 95% interval."""
     slowdowns = (comparison.slowdown, comparison.slowdown_high, comparison.slowdown_low)
     ratios = [1 + (one or 0.0) for one in slowdowns]
     speedup, low, high = (1 / ratio if ratio > 0 else math.inf for ratio in ratios)
@@ -232,14 +232,14 @@ def headline(comparison: Comparison) -> str:
         return f"{verdict}: there are no steady steps to compare."
     noise = ", within the noise of the runs" if low <= 0 <= high else ""
     limit = (
-        f"; the limit is {100 * comparison.max_slowdown:+.1f} % per {comparison.per}" if comparison.max_slowdown else ""
+        f"; the limit is {100 * comparison.max_slowdown:+.1f}% per {comparison.per}" if comparison.max_slowdown else ""
     )
     steps = f"{format_duration(old_s)} per {comparison.of} {comparison.per} before, {format_duration(new_s)} now"
     if comparison.followed and comparison.verdict != "not_comparable":
         doubt = f", but {comparison.doubt}." if comparison.doubt else ":"
         return f"{verdict}{doubt} {_speedup(comparison, f' after {_changed(comparison)}')}{noise}{limit}: {steps}."
-    interval = f"95 % interval {100 * low:+.1f} to {100 * high:+.1f} %"
-    return f"{verdict}: {steps}: {100 * slowdown:+.1f} % ({interval}){noise}{limit}."
+    interval = f"95% interval {100 * low:+.1f} to {100 * high:+.1f}%"
+    return f"{verdict}: {steps}: {100 * slowdown:+.1f}% ({interval}){noise}{limit}."
 
 
 def _changed(comparison: Comparison) -> str:
@@ -248,7 +248,7 @@ def _changed(comparison: Comparison) -> str:
 
 def _speedup(comparison: Comparison, after: str = "") -> str:
     speedup, low, high = map(_times, _speedups(comparison))
-    return f"{speedup}{after} (95 % interval {low} to {high})"
+    return f"{speedup}{after} (95% interval {low} to {high})"
 
 
 def _details(comparison: Comparison) -> list[str]:

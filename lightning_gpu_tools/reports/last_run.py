@@ -27,7 +27,7 @@ class Need(NamedTuple):
 
 
 def last_need(folder: str, command: Sequence[str] = ()) -> Need:
-    """Return the memory that the last run below a folder needed on one GPU, with a margin of 20 %.
+    """Return the memory that the last run below a folder needed on one GPU, with a margin of 20%.
 
     The last run is the newest finished run on a GPU of the script in ``command``, else the newest finished run of any
     script, else the newest run in progress. At most 50 reports are read.
@@ -88,7 +88,7 @@ def need_of(report: Report, name: str) -> Need | None:
     return Need(
         min_free_bytes,
         f"min_free=last: {format_bytes(min_free_bytes)} ({kind} {format_bytes(peak_bytes)} of {model} on {date}, "
-        f"{outcome}{name}, plus {percent:.0f} %)",
+        f"{outcome}{name}, plus {percent:.0f}%)",
     )
 
 

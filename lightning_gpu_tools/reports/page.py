@@ -33,7 +33,7 @@ _MAX_TEXT = 1000  # characters
 _LONG = 24  # characters; a longer cell wraps
 # Of columns of the GPUs' table.
 _MEANINGS = {
-    "p95": "p5 and p95: in 5 % and 95 % of the driver's samples, the GPU was at most this busy.",
+    "p95": "p5 and p95: in 5% and 95% of the driver's samples, the GPU was at most this busy.",
     "waits": "waits: time in which the GPU looked busy, but waited in a collective for a later rank.",
 }
 # The page may load nothing, and runs no scripts.
@@ -107,7 +107,7 @@ def _time(report: Report) -> Iterator[Sequence[object]]:
     for group, parts in phase_groups(report.phase_s).items():
         named = [(f"{group}/{name}", f"– {name}", seconds) for name, seconds in parts.items() if name]
         for phase, label, seconds in [(group, label_of(group, report.activity), sum(parts.values())), *named]:
-            share = f"{100 * seconds / max(report.wall_s, 1e-9):.1f} %"
+            share = f"{100 * seconds / max(report.wall_s, 1e-9):.1f}%"
             per_step = format_duration(seconds / max(1, report.steps))
             yield f"{label} ◀ cause" if phase == cause else label, format_duration(seconds), share, per_step
 
@@ -115,7 +115,7 @@ def _time(report: Report) -> Iterator[Sequence[object]]:
 def _findings(report: Report) -> Iterator[tuple[str, str]]:
     for finding in report.diagnosis.findings:
         speedup = f"{gain(finding)} " if finding.share and not math.isinf(finding.ceiling) else ""
-        share = f"{100 * finding.share:.0f} % of the time. {speedup}" if finding.share else ""
+        share = f"{100 * finding.share:.0f}% of the time. {speedup}" if finding.share else ""
         yield finding.cause.replace("_", " "), f"{share}{finding.advice}"
 
 

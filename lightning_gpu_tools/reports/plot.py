@@ -141,7 +141,7 @@ def _phase_bands(report: Report) -> list[_Band]:
         shares = [span.phase_s.get(group, 0.0) / max(span.end_s - span.begin_s, 1e-9) for span in report.spans]
         top = [min(low + 100 * share, 100.0) for low, share in zip(top, shares, strict=True)]
         whole = sum(parts.values()) / max(report.wall_s, 1e-9)
-        amount = f"{100 * whole:.0f} %" if whole >= 0.005 else "< 1 %"
+        amount = f"{100 * whole:.0f}%" if whole >= 0.005 else "< 1%"
         color = PHASES[group].color if group in PHASES else _UNKNOWN_COLOR
         label = f"{label_of(group, report.activity)} {amount}"
         bands.append(_Band(label, color, top, max([whole, *shares]) >= _MIN_VISIBLE))

@@ -134,7 +134,7 @@ def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
         )
     yield from _rank_line(report)
     idle = [
-        f"{_idle_label(phase)} {percent:.0f} %"
+        f"{_idle_label(phase)} {percent:.0f}%"
         for phase, percent in _largest_first(diagnosis.gpu_idle_percent)
         if percent >= 1
     ]
@@ -273,7 +273,7 @@ def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str
             shown = "loading in a worker"
         shares = seen_in([one for one in report.lines if one.phase == phase], phase)
         rows += (
-            (shown, f"{100 * line.share:.0f} %", str(line), f"{line.samples:,}")
+            (shown, f"{100 * line.share:.0f}%", str(line), f"{line.samples:,}")
             for line in (shares if full else shares[:_MAX_SOURCE_LINES])
             if full or line.samples >= _MIN_PART * whole
         )
@@ -330,7 +330,7 @@ def _time_tree(report: Report, full: bool) -> list[str]:
     def line(label: str, seconds: float, phase: str) -> _Line:
         amount, per_step = format_duration(seconds), format_duration(seconds / max(1, report.steps))
         marked = "  ◀ cause" * (phase == cause)
-        return label, f"{amount:>10}{100 * seconds / report.wall_s:>6.1f} %{per_step:>10}/step{marked}"
+        return label, f"{amount:>10}{100 * seconds / report.wall_s:>6.1f}%{per_step:>10}/step{marked}"
 
     def is_shown(seconds: float, phase: str) -> bool:
         return full or seconds >= _MIN_TIME * report.wall_s or phase == cause
@@ -347,10 +347,10 @@ def _time_tree(report: Report, full: bool) -> list[str]:
             folded.append(sum(parts.values()))
     if folded:
         count = "1 other," if len(folded) == 1 else f"{len(folded)} others, each"
-        label = f"{count} below {100 * _MIN_TIME:.0f} %"
+        label = f"{count} below {100 * _MIN_TIME:.0f}%"
         branches.append((line(label, sum(folded), ""), []))
     explained = max(0.0, 1 - report.phase_s.get(UNEXPLAINED, 0.0) / report.wall_s)
-    head = f"Where the {format_duration(report.wall_s)} went ({100 * explained:.0f} % explained), and the mean per step"
+    head = f"Where the {format_duration(report.wall_s)} went ({100 * explained:.0f}% explained), and the mean per step"
     return [head, *_tree(branches)]
 
 
@@ -382,7 +382,7 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
     whole_bytes = max(1, sum(account.parts_bytes.values()))
 
     def line(label: str, size: float) -> _Line:
-        return label, f"{format_bytes(size):>10}{100 * size / whole_bytes:>6.1f} %"
+        return label, f"{format_bytes(size):>10}{100 * size / whole_bytes:>6.1f}%"
 
     groups: dict[str, dict[str, int]] = {}
     for name, size in account.parts_bytes.items():
@@ -405,7 +405,7 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
     else:
         free = "" if account.free_bytes is None else f", {format_bytes(account.free_bytes)} free"
         explained = 100 * (account.explained_share or 0.0)
-        head = f"Memory of {gpu}: {whole} used{free} ({explained:.0f} % explained)"
+        head = f"Memory of {gpu}: {whole} used{free} ({explained:.0f}% explained)"
     return [_wrapped(head), *_tree(branches), *_memory_lines(account, full)]
 
 

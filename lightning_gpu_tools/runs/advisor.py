@@ -45,7 +45,7 @@ class Advisor:
 
     def _judge(self) -> None:
         session = self._session
-        # 10 % later each time: early enough for short steps, and rare for very short ones.
+        # 10% later each time: early enough for short steps, and rare for very short ones.
         later = self._next_judgment + max(10, self._next_judgment // 10)
         if sum(block.wall_s for block in session.clock.blocks) < self._min_seconds:
             self._next_judgment = later

@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 _POLL_AFTER_S = 0.8
 _POLL_JITTER_S = 0.4  # random, so that waiting processes do not poll in lockstep
 # Our default: the first job in the queue uses at most a 150th of a core for polling. The n-th job uses an n-th of that,
-# because others come first. 200 jobs waiting on a server with 112 MIG instances took 8 % of a core together.
+# because others come first. 200 jobs waiting on a server with 112 MIG instances took 8% of a core together.
 _MAX_LOAD = 1 / 150
 _MAX_POLL_AFTER_S = 300.0
 _ANNOUNCE_EVERY_S = 60.0

@@ -257,7 +257,7 @@ def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> st
     for candidate in chosen:
         free, percent = candidate.effective_free_bytes, candidate.gpu.utilization_percent
         memory = "free memory unknown" if free is None else f"{format_bytes(free)} free"
-        load = "utilization unknown" if percent is None else f"{percent:.0f} % busy"
+        load = "utilization unknown" if percent is None else f"{percent:.0f}% busy"
         claimed = ", also claimed by others" if candidate.whole_claims else ""
         parts.append(f"{label(candidate.gpu)} with {memory}, {load}{claimed}")
     return f"Picked {'; '.join(parts)}. Chosen from {len(visible)} visible: idle first, then most free memory."
@@ -338,7 +338,7 @@ def _objections(
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         yield f"in use by {_describe(others[0])}{more}"
     elif not gpu.processes and (gpu.utilization_percent or 0) >= BUSY_FROM_PERCENT:  # as seen from a container
-        yield f"{gpu.utilization_percent:.0f} % busy although no process is visible from here"
+        yield f"{gpu.utilization_percent:.0f}% busy although no process is visible from here"
 
 
 def _shortages(candidate: Candidate, request: Request) -> Iterator[str]:
@@ -354,11 +354,11 @@ def _shortages(candidate: Candidate, request: Request) -> Iterator[str]:
             detail = f" ({format_bytes(claimed)} more are claimed)" if claimed else ""
             yield f"{format_bytes(free)} free{detail}, {asked}"
     if request.max_utilization is not None:
-        asked = f"asked for at most {request.max_utilization:g} %"
+        asked = f"asked for at most {request.max_utilization:g}%"
         if percent is None:
             yield f"does not report its utilization, {asked}"
         elif percent > request.max_utilization:
-            yield f"{percent:.0f} % busy, {asked}"
+            yield f"{percent:.0f}% busy, {asked}"
 
 
 # Our default: without a memory requirement of the job, a link may cost a tenth of the memory.

@@ -44,10 +44,10 @@ class NumWorkersFinder(GuardedCallback):
 
     If training waits for data in its first 25 steps, it pauses, usually for 2 to 10 s. A few settings that suit the
     cost of a batch and this machine's cores, memory and ``/dev/shm`` are tried with a stand-in for the training step.
-    From the next batch on, the fewest workers within 3 % of the best are used, but not fewer than predicted. Nothing
+    From the next batch on, the fewest workers within 3% of the best are used, but not fewer than predicted. Nothing
     changes if trials do not reproduce the speed of training. If a hundred steps with them take longer than before, the
     original settings are used for the next hundred. These are kept if their steps are faster by more than noise
-    explains (the 95 % intervals of both medians do not overlap), or if loading fails.
+    explains (the 95% intervals of both medians do not overlap), or if loading fails.
 
     Batches, their order and the random numbers of the training process stay the same. There is one exception: with
     ``num_workers=0``, random numbers that the dataset draws come from the workers afterwards, as with every change of
@@ -61,7 +61,7 @@ class NumWorkersFinder(GuardedCallback):
     several training loaders, the one that training waits for most is changed.
 
     All ranks make the same decision. Nothing happens with ``fast_dev_run``, ``overfit_batches``, ``barebones``, or in
-    trials of a tuner. If the step computes on the CPU, a change requires a predicted gain of more than 15 %.
+    trials of a tuner. If the step computes on the CPU, a change requires a predicted gain of more than 15%.
 
     Args:
         budget_s: Maximum seconds that training may pause, even if an item of the dataset hangs.

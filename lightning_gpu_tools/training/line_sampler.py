@@ -36,10 +36,10 @@ from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.source_lines import LineCounts, line_of
 from lightning_gpu_tools.training.step_clock import StepClock
 
-SWITCH_S = 0.0001  # 2 % of Python's default: see above
+SWITCH_S = 0.0001  # 2% of Python's default: see above
 # Our defaults.
 MEAN_S = 1 / 20  # between two samples
-WINDOW_SAMPLES = 200  # over 10 s: shares are then accurate to 7 points (95 %)
+WINDOW_SAMPLES = 200  # over 10 s: shares are then accurate to 7 points (95%)
 _MAX_WINDOWS = 5  # per training
 _IDLE_S = 0.5  # poll interval while there is nothing to sample
 _NEW_PACE = 1.25  # a new window begins if steps are this much slower or faster than in the last one

@@ -17,7 +17,7 @@ from lightning_gpu_tools.training.memory_readings import MemoryGrowth, Whose
 _MAX_HISTORY_POINTS = 500
 _INTERVAL_S = 1.0
 _EARLY_S, _EARLY_INTERVAL_S = 60.0, 0.25  # twice as often as the first alarm requires, because a thread may be late
-_WORKERS_EVERY = 100  # limits this to 1 % of the thread's time: the kernel walks all pages of the workers' memory
+_WORKERS_EVERY = 100  # limits this to 1% of the thread's time: the kernel walks all pages of the workers' memory
 # Memory that has grown for five minutes is reported if it will be full within a day. For shorter growth the limit
 # shrinks in proportion: after 12 s, memory is reported if it will be full within an hour.
 _ALARM_S = 24 * 3600.0

@@ -26,11 +26,11 @@ _PAUSED = (*phases.PAUSES, *map(phases.rank_wait_in, phases.PAUSES))
 
 # Our defaults.
 _MIN_SAMPLES = 5  # of a phase, to measure the GPU's idle time in it; with fewer, the whole phase counts as idle
-# The share of gaps between kernels in the time between events. Compared with torch.profiler on an H200, it was 3 to 6 %
-# for ResNet-50 and GPT-2, and 33 % with hundreds of tiny kernels, whose little work hardly uses the GPU.
+# The share of gaps between kernels in the time between events. Compared with torch.profiler on an H200, it was 3 to 6%
+# for ResNet-50 and GPT-2, and 33% with hundreds of tiny kernels, whose little work hardly uses the GPU.
 _GAPS = 0.1
 MANY_THREADS = 1.5  # runnable threads of a worker: from here on, a library in it has a thread pool
-_UNSETTLED = 1.10  # first blocks count as warm-up if this much slower: monitoring tools let windows differ by 10 %
+_UNSETTLED = 1.10  # first blocks count as warm-up if this much slower: monitoring tools let windows differ by 10%
 _MAX_UNSETTLED_SHARE = 0.25  # of all blocks
 
 
@@ -236,7 +236,7 @@ class RankStep:
         own_step_s: Mean time of its own work per step: the sum of ``phase_s``.
         phase_s: Parts of that time by phase. ``data_loading``, ``host_to_device_copy``, ``forward``, ``backward`` and
             ``optimizer`` are means over steady steps. With a GPU, the last three are GPU times of sampled steps,
-            without the longest 10 %. Others are means over all steps. Excludes the Trainer's own work, and time that
+            without the longest 10%. Others are means over all steps. Excludes the Trainer's own work, and time that
             may be waiting for other ranks.
         own_s_over_time: Mean time in each of at most 16 consecutive parts of the steady steps.
         steps_over_time: Number of steps in each part; 0 if there are none.
@@ -378,7 +378,7 @@ class RunMeasurements:
     def worked_share(self) -> float:
         """Lower bound on the fraction of the wall time in which this rank's GPU worked, by its events; 0 if unknown.
 
-        The driver's utilization lags. In a run of 3.5 s on an H200 it was 51 %, and by these events 84 %.
+        The driver's utilization lags. In a run of 3.5 s on an H200 it was 51%, and by these events 84%.
         """
         if self.gpu_idle is None or not self.steps:
             return 0.0

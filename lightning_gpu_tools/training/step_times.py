@@ -13,7 +13,7 @@ from lightning_gpu_tools.training.stopwatch import Account
 
 _SLOW_TIMES_MEDIAN = 2.0  # gpuprof's rule: steps are uneven if their 99th percentile exceeds this
 # Our defaults.
-_BINS_PER_OCTAVE = 64  # each 1 to 2 % wide
+_BINS_PER_OCTAVE = 64  # each 1 to 2% wide
 _FIRST_MEDIAN = 8  # steps before the first median
 _MAX_KEPT = 64  # slow steps per phase
 _SEE_BATCH_EVERY = 8  # steps, to sample the usual size

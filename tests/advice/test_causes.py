@@ -231,7 +231,7 @@ def test_workers_that_wait_for_storage_are_multiplied_beyond_the_cores() -> None
     finding = first(cpu_run(WAITS, **workers(3), host=a_host(2), worker_cpu_s_per_batch=0.002))
     assert finding.evidence["kind"] == "too_few_workers"
     assert "DataLoader(..., num_workers=14) (now 3)" in finding.advice
-    assert "torch warns about more workers than cores: ignore it, because they wait 98 % of the time" in finding.advice
+    assert "torch warns about more workers than cores: ignore it, because they wait 98% of the time" in finding.advice
 
 
 def test_a_full_shared_memory_is_to_be_enlarged() -> None:
@@ -320,7 +320,7 @@ def on_storage(storage: Storage | None) -> Finding:
 @pytest.mark.parametrize(
     ("storage", "words"),
     [
-        (None, "60 % of the polls. Copy the data to a local disk, pack small files into large ones, or"),
+        (None, "60% of the polls. Copy the data to a local disk, pack small files into large ones, or"),
         (NFS, "polls. /data/set is on nfs4, a network file system. Copy the data to a local disk, pack"),
         (DISK, "/data/set is on ext4. Pack small files into large ones, or keep decoded samples in"),
     ],

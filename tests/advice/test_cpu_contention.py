@@ -78,7 +78,7 @@ USERS = {
 def test_the_users_of_the_cores_and_a_change_are_named(run: RunMeasurements, kind: str, why: str, advice: str) -> None:
     diagnosis = diagnose(run)
     assert diagnosis.findings[0].evidence["kind"] == kind
-    assert "Waiting for a CPU core takes 40 % of the wall time (16 ms per step; " in diagnosis.why
+    assert "Waiting for a CPU core takes 40% of the wall time (16 ms per step; " in diagnosis.why
     assert why in diagnosis.why
     assert advice in f"Next: {diagnosis.next_step}"
 

@@ -48,9 +48,7 @@ def test_too_few_steady_steps_or_seconds_are_not_judged(steps: int, step_ms: flo
 def test_a_run_too_short_to_judge_names_its_longest_wait() -> None:
     run = dataclasses.replace(cpu_run({**waiting(74, 20), "epoch_start": 90}), blocks=[a_block(waiting(74, 20), 38)])
     why = diagnose(run).why
-    assert re.match(
-        r"So far: waiting for data, 40 % of the wall time; too short for a verdict. Measured 38 steady", why
-    )
+    assert re.match(r"So far: waiting for data, 40% of the wall time; too short for a verdict. Measured 38 steady", why)
 
 
 def test_a_gpu_that_has_not_reported_yet_is_not_called_silent() -> None:
@@ -83,26 +81,26 @@ def test_an_accident_decides_no_verdict(phase: str, events: int, verdict: str) -
     [
         (
             cpu_run(waiting(0.9, 1.0)),
-            "Waiting for data takes 47 % of the wall time, but it is 900 µs per step, too little",
+            "Waiting for data takes 47% of the wall time, but it is 900 µs per step, too little",
         ),
         (
             cpu_run(waiting(2.0, 4.0), loader=LOADER, loading=LoadingFacts(ready_share=0.95)),
-            "33 % of the wall time, but it is 2 ms per step, about the time to receive a ready batch.",
+            "33% of the wall time, but it is 2 ms per step, about the time to receive a ready batch.",
         ),
-        (cpu_run({"training_step": 20, "validation": 5}), "Validation takes 20 % of the wall time, but less than 25 %"),
+        (cpu_run({"training_step": 20, "validation": 5}), "Validation takes 20% of the wall time, but less than 25%"),
         (
             cpu_run({"training_step": 20, "validation": 20}, validations=1),
-            "Validation takes 50 % of the wall time, but the run has only one.",
+            "Validation takes 50% of the wall time, but the run has only one.",
         ),
         (
             cpu_run({"training_step": 80, "callback/A": 4, "callback/B": 4, "callback/C": 4}),
-            "13 % of the wall time, but removing one part of it makes training less than 5 % faster.",
+            "13% of the wall time, but removing one part of it makes training less than 5% faster.",
         ),
         (
             gpu_run({"callback/A": 10, "training_step": 40}, 80.0),
-            "The callback A takes 20 % of the wall time (10 ms per step), but a GPU that is busy 70 % of the time is",
+            "The callback A takes 20% of the wall time (10 ms per step), but a GPU that is busy 70% of the time is",
         ),
-        (cpu_run({"training_step": 2, "trainer": 0.9}), "Trainer overhead takes 31 %"),
+        (cpu_run({"training_step": 2, "trainer": 0.9}), "Trainer overhead takes 31%"),
         (dataclasses.replace(cpu_run(waiting(9)), blocks=[a_block(waiting(0.1), 1000)] * 6), "waits only 100 µs"),
         (cpu_run(waiting(0)), "Nothing on the host slows training down."),
     ],
@@ -155,7 +153,7 @@ def test_nothing_is_healthy_while_a_tenth_has_no_name(phases: dict[str, float], 
 
 
 def test_a_wait_behind_gpu_work_is_no_cause() -> None:
-    """The GPU is idle 40 % of the time, but not while the host waits for data: that is hidden behind its work."""
+    """The GPU is idle 40% of the time, but not while the host waits for data: that is hidden behind its work."""
     run = gpu_run(waiting(40, 60), 60.0, gpu_idle=sampled_idle(data_loading=(40.0, 0.5)))
     assert [finding.cause for finding in diagnose(run).findings] == ["unexplained"]
     assert "profiler='pytorch'" in diagnose(run).next_step
@@ -172,7 +170,7 @@ def test_a_wait_counts_only_while_the_gpu_is_idle() -> None:
 
 
 def test_times_that_contradict_the_driver_lower_the_confidence() -> None:
-    """The GPU is idle for 60 % of the time by its own times, and for 35 % by the driver's."""
+    """The GPU is idle for 60% of the time by its own times, and for 35% by the driver's."""
     diagnosis = diagnose(gpu_run(waiting(60, 40), 65.0, gpu_idle=sampled_idle(data_loading=(60.0, 60.0))))
     finding = diagnosis.findings[0]
     assert finding.share == pytest.approx(0.35)

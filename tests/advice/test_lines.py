@@ -57,7 +57,7 @@ def test_few_lines_are_named_and_none_that_takes_little(lines: list[SourceLine])
 def test_a_line_of_a_framework_is_no_advice() -> None:
     lines = [seen(OPTIMIZER, 30, file="lightning/pytorch/core/module.py")]
     assert sentence(lines, OPTIMIZER) == ""
-    assert where(lines, OPTIMIZER) == "lightning/pytorch/core/module.py:41 in decode (100 %)"
+    assert where(lines, OPTIMIZER) == "lightning/pytorch/core/module.py:41 in decode (100%)"
 
 
 def test_a_name_of_another_user_reaches_no_terminal_raw() -> None:
@@ -82,9 +82,9 @@ def test_a_finding_on_the_host_names_its_line(
     diagnosis = diagnose(cpu_run(phase_ms, lines=(*others, seen(phase, 62), seen(phase, 38, line=57)), **options))
     first = diagnosis.findings[0]
     assert first.cause == cause
-    assert first.evidence["source_lines"] == "data.py:41 in decode (62 %), data.py:57 in decode (38 %)"
+    assert first.evidence["source_lines"] == "data.py:41 in decode (62%), data.py:57 in decode (38%)"
     time = "the loader's time" if cause == "data_loading" else "this time"
-    assert f"62 % of {time} is at data.py:41 in decode." in first.advice
+    assert f"62% of {time} is at data.py:41 in decode." in first.advice
     assert first.advice in diagnosis.next_step
 
 
@@ -93,4 +93,4 @@ def test_a_line_that_is_known_need_not_be_looked_for() -> None:
     unknown = diagnose(cpu_run(phase_ms)).findings[0]
     known = diagnose(cpu_run(phase_ms, lines=(seen("unexplained", 40),))).findings[0]
     assert FIND_FUNCTION in unknown.advice
-    assert known.advice == "100 % of this time is at data.py:41 in decode."
+    assert known.advice == "100% of this time is at data.py:41 in decode."

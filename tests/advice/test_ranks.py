@@ -70,8 +70,8 @@ def test_the_slow_rank_s_own_lines_are_named() -> None:
     finding = straggler_in(
         gpu_run({"training_step": 30}, 99.0, ranks=(quick, dataclasses.replace(slow, lines=(line,))))
     )
-    assert finding.evidence["source_lines"] == "train.py:57 in augment (100 %)"
-    assert "100 % of this time is at train.py:57 in augment" in finding.advice
+    assert finding.evidence["source_lines"] == "train.py:57 in augment (100%)"
+    assert "100% of this time is at train.py:57 in augment" in finding.advice
 
 
 def test_a_rank_that_nobody_waits_for_is_not_blamed() -> None:
@@ -137,7 +137,7 @@ def test_among_ranks_that_vary_as_much_none_is_named() -> None:
     ("slow_in", "when"),
     [
         ({*range(PARTS)}, ""),
-        ({2, 7, 8, 13}, "It is late 25 % of the time."),
+        ({2, 7, 8, 13}, "It is late 25% of the time."),
         ({3}, None),  # an accident
     ],
 )
@@ -175,5 +175,5 @@ def test_a_wait_without_a_slow_rank_is_communication(phase: str, words: str) -> 
     diagnosis = diagnose(waiting_ranks(phase))
     assert [finding.cause for finding in diagnosis.findings] == ["communication"]
     assert diagnosis.findings[0].share == pytest.approx(2 / 3)
-    assert diagnosis.why == "Waiting for other ranks takes 67 % of the wall time (20 ms per step)."
+    assert diagnosis.why == "Waiting for other ranks takes 67% of the wall time (20 ms per step)."
     assert words in diagnosis.next_step

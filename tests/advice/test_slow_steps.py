@@ -41,7 +41,7 @@ def at(numbers: set[int], seconds: float) -> Callable[[int], float]:
             {"training_step": every(20, 0.4)},
             "training_step",
             20,
-            '18 of 379 steps took 21.0 times the median, every 20 steps, in "training step". The extra time is 46 % of',
+            '18 of 379 steps took 21.0 times the median, every 20 steps, in "training step". The extra time is 46% of',
             'Find what runs every 20 steps in "training step".',
         ),
         (

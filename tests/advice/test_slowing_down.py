@@ -46,7 +46,7 @@ def slowdown(measured: RunMeasurements) -> Finding | None:
     ("readings", "kind", "words"),
     [
         ({"batch_items": [1000 + 2000 * part for part in UP]}, "larger_batches", "batches have 2.1 times as many"),
-        ({"lost_clock_percent": [30 * part for part in UP]}, "lower_clock", "clock has lost 21 % of its maximum"),
+        ({"lost_clock_percent": [30 * part for part in UP]}, "lower_clock", "clock has lost 21% of its maximum"),
         (GROWING, "kept_memory", "memory has grown by 1.28 GiB"),
         ({"lost_clock_percent": [30.0 - 30 * part for part in UP], "batch_items": [5.0] * 9}, "unknown", "of it in"),
     ],

@@ -120,7 +120,7 @@ WORKERS = (ProcessFacts(100, waits_for="lock", stack=a_stack("train.py:decode"))
         (
             {"workers": (WORKERS[0], ProcessFacts(101, cpu_share=0.9)), "awaited_worker": 1},
             "blocked_worker",
-            "Worker 1 (PID 101) of 2 computes (90 % of a core). It has to deliver the next batch.",
+            "Worker 1 (PID 101) of 2 computes (90% of a core). It has to deliver the next batch.",
         ),
         (
             {"workers": (WORKERS[0], ProcessFacts(101, "Z"))},

@@ -169,8 +169,8 @@ def test_a_prediction_reads_what_it_can_follow(run: RunMeasurements, words: str)
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (work("callback/code after optimizer.step()"), 'The phase "code after optimizer.step()" takes 80 %'),
-        (work("logging"), "Logging takes 80 %"),
+        (work("callback/code after optimizer.step()"), 'The phase "code after optimizer.step()" takes 80%'),
+        (work("logging"), "Logging takes 80%"),
         (work("callback/my.step"), "Run my.step 200 times less often"),
         (cpu_run(WAITS), "find_loader_settings(loader, step_time_s=...) finds them."),
     ],

@@ -50,7 +50,7 @@ def test_the_table_shows_memory_load_users_claims_and_faults(driver: Driver, run
     text = " ".join(answer.stdout.split())
     for words in (
         "NVIDIA A100 [PCIe]",
-        "21.0 GiB 80.0 GiB 87 %",
+        "21.0 GiB 80.0 GiB 87%",
         "python",
         "3.00",
         f"pid {os.getpid()}",
@@ -70,8 +70,8 @@ def test_load_has_a_color_in_a_terminal(driver: Driver, run_cli: RunCli, monkeyp
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     shown = run_cli("gpus").stdout
-    assert "\x1b[31m87 %" in shown
-    assert "\x1b[32m0 %" in shown
+    assert "\x1b[31m87%" in shown
+    assert "\x1b[32m0%" in shown
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[3" not in run_cli("gpus").stdout
 
@@ -197,12 +197,12 @@ def test_watch_follows_the_machine_until_ctrl_c(driver: Driver) -> None:
     driver.gpus = [gpu(utilization=11)]
     command = [sys.executable, "-u", "-m", "lightning_gpu_tools", "gpus", "--watch"]
     with subprocess.Popen(command, stdout=-1, stderr=-1, env={**os.environ, "FORCE_COLOR": "1"}) as watch:
-        read_until(watch.stdout.fileno(), b"11 %")
+        read_until(watch.stdout.fileno(), b"11%")
         with driver.change():
             driver.gpus[0].utilization = 77
             driver.gpus[0].utilization_rate = 77
             driver.gpus[0].samples = []
-        read_until(watch.stdout.fileno(), b"77 %")
+        read_until(watch.stdout.fileno(), b"77%")
         watch.send_signal(signal.SIGINT)
         assert watch.communicate()[1] == b""
     assert watch.returncode == 0

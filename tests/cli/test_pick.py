@@ -63,7 +63,7 @@ def test_last_asks_for_what_the_last_run_needed(
     monkeypatch.chdir(tmp_path)
     origin = (
         "lightning-gpu-tools: min_free=last: 48.0 GiB (peak 40.0 GiB of LitModel on 2026-01-02, "
-        "lightning_logs/version_3/gpu_report.json, plus 20 %)\n"
+        "lightning_logs/version_3/gpu_report.json, plus 20%)\n"
     )
     answer = pick("--min-free", "last")
     assert (answer.returncode, answer.out, answer.err) == (0, f"{driver.gpus[1].uuid}\n", origin)
@@ -85,7 +85,7 @@ def test_too_few_gpus_give_reasons_and_exit_code_3(driver: Driver, pick: Pick, o
     assert "GPU 0" in lines[1]
     assert "4.00 GiB free, asked for 8.00 GiB" in lines[1]
     assert "fallen off the bus" in lines[2]
-    assert "97 % busy, asked for at most 50 %" in lines[3]
+    assert "97% busy, asked for at most 50%" in lines[3]
 
 
 def test_without_a_usable_driver_the_exit_code_is_4(driver: Driver, pick: Pick) -> None:

@@ -73,14 +73,14 @@ def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.Captu
 
     code, shown = against_old("slow", "--max-slowdown", "5%")
     assert code == 1
-    assert shown.startswith("SLOWER: 50.3 ms per mean step before, 55.3 ms now: +10.0 %")
+    assert shown.startswith("SLOWER: 50.3 ms per mean step before, 55.3 ms now: +10.0%")
     assert against_old("slow", "--max-slowdown", "20")[0] == 0
     code, shown = against_old("other", "--format", "json")
     assert code == 3
     assert json.loads(shown)["reasons"] == ["batch_size differs: 64 before, 32 now"]
     code, shown = against_old("advised")
     assert code == 0
-    assert shown.startswith("FASTER: 1.50x after num_workers None -> 4 (95 % interval 1.50x to 1.50x): ")
+    assert shown.startswith("FASTER: 1.50x after num_workers None -> 4 (95% interval 1.50x to 1.50x): ")
     assert max(map(len, shown.splitlines())) <= 100
     code, shown = against_old("advised and slow")
     assert (code, "SLOWER: 0.91x after num_workers None -> 4 (" in shown) == (1, True)
@@ -195,4 +195,4 @@ def test_a_full_report_lists_all_lines(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["report", str(tmp_path), "--full"]) == 0
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
-    assert "\nloading in a worker: 62 % at data.py:41 in decode (620 samples)\n" in shown
+    assert "\nloading in a worker: 62% at data.py:41 in decode (620 samples)\n" in shown

@@ -106,7 +106,7 @@ def test_a_command_that_fits_is_reported_with_its_needs() -> None:
             replace(COMPLETE, peak_reserved_bytes=23 * GIB),
             "rtx-3090",
             "perhaps",
-            "Above 97 % of it, a real GPU may run",
+            "Above 97% of it, a real GPU may run",
         ),
         (replace(COMPLETE, peak_reserved_bytes=22 * GIB, retries=1), "rtx-3090", "perhaps", "Torch had to empty its"),
         (FAILED, "t4", "does_not_fit", "failed in backward"),

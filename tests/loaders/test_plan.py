@@ -86,7 +86,7 @@ def test_items_that_compute_get_one_worker_more_than_cores() -> None:
 @pytest.mark.parametrize(
     ("cost", "host", "most"),
     [
-        ({"batch_bytes": GIB}, {"shm_free_bytes": 8 * GIB}, 3),  # 80 % of it, two batches a worker
+        ({"batch_bytes": GIB}, {"shm_free_bytes": 8 * GIB}, 3),  # 80% of it, two batches a worker
         ({"worker_bytes": 4 * GIB}, {"memory_available_bytes": 64 * GIB}, 8),  # half of it
         ({"batch_bytes": GIB}, {"shm_free_bytes": None}, 32),
     ],
@@ -112,16 +112,16 @@ KILLED = trial(4, None, failed="killed")
 @pytest.mark.parametrize(
     ("of", "trials", "count", "said"),
     [
-        # The fewest workers within 3 % of the best.
+        # The fewest workers within 3% of the best.
         (case(), [trial(0, 0.05), trial(5, 0.0101), trial(10, 0.01), trial(3, 0.014)], 5, "99 batches/s instead of 20"),
-        (case(), [trial(0, 0.0102), trial(5, 0.0100)], 0, "more than 3 % faster"),
+        (case(), [trial(0, 0.0102), trial(5, 0.0100)], 0, "more than 3% faster"),
         # The prediction is five workers, for steps that turn out shorter. Fewer have to be faster than five.
         (case(), [trial(0, 0.05), trial(5, 0.0101), trial(10, 0.01), trial(3, 0.0100)], 5, "99 batches/s"),
         (case(), [trial(0, 0.05), trial(5, 0.0105), trial(10, 0.0105), trial(3, 0.0100)], 3, "100 batches/s"),
         # A loader in memory loses the workers that it does not need.
         (case(0.0001, original=workers(4)), [trial(0, 0.0101), trial(4, 0.0105), trial(2, 0.0104)], 0, "99 batches/s"),
-        # A step that computes needs a gain of 15 %.
-        (ON_CPU, [trial(0, 0.0113), trial(2, 0.0100)], 0, "more than 15 % faster. The training step also uses the CPU"),
+        # A step that computes needs a gain of 15%.
+        (ON_CPU, [trial(0, 0.0113), trial(2, 0.0100)], 0, "more than 15% faster. The training step also uses the CPU"),
         (ON_CPU, [trial(0, 0.0116), trial(2, 0.0100)], 2, "batches/s instead of"),
         (case(), [trial(0, 0.0113), trial(2, 0.0100)], 2, "batches/s instead of"),
         # Nothing is changed for a prediction alone.
@@ -173,7 +173,7 @@ def test_choices_come_within_3_percent_of_the_best_though_the_step_is_faster_tha
     drawn, step_s = random.Random(seed), 0.01
     load_s, stand_in_s = step_s * drawn.uniform(0.5, 12.0), step_s * slower
     of = case(load_s, step=Step(stand_in_s, wait_s=load_s, error_s=0.0))
-    # Two trials of the same settings differ by up to 3 %.
+    # Two trials of the same settings differ by up to 3%.
     trials = tried(of, lambda settings: max(stand_in_s, load_s / settings.num_workers) * drawn.uniform(1.0, 1.03))
     chosen = choose(of, trials)[0].num_workers
     assert chosen > 0
@@ -254,7 +254,7 @@ def noisy(step_s: float, spread: float, steps: int = 100) -> list[Step]:
         ([*noisy(0.028, 0.01, 90), *[step(5.0, 0.03)] * 10], noisy(0.028, 0.01), False),
         # Five workers deliver in bursts: nine groups are as fast, though most single steps are faster.
         ([step(0.1 * (i % 5 == 0), 0.001) for i in range(100)], [step(0.0, 0.015)] * 100, True),
-        # The machine slowed down on the way: the medians differ by 8 %, and both are uncertain by 20 %.
+        # The machine slowed down on the way: the medians differ by 8%, and both are uncertain by 20%.
         (noisy(0.027, 0.0, 50) + noisy(0.033, 0.0, 50), noisy(0.025, 0.0, 50) + noisy(0.030, 0.0, 50), False),
         (noisy(0.030, 0.01, 50), noisy(0.020, 0.01), False),  # too few to know
     ],

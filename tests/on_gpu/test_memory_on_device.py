@@ -122,7 +122,7 @@ def test_a_report_accounts_for_the_memory_of_the_gpu(
     assert report.unseen == ()
     assert re.search(r"Memory in use on GPU 0 at the peak: \S+ [MG]iB of ", capsys.readouterr().out)
     printed = render_text(report, full=True)
-    assert re.search(r"^Memory of GPU 0: .* used, .* free \(100 % explained\)", printed, re.MULTILINE)
+    assert re.search(r"^Memory of GPU 0: .* used, .* free \(100% explained\)", printed, re.MULTILINE)
     assert f"(PID {other_process})" in printed
     assert logged(Path(logger.log_dir)).keys() >= {f"gpu_tools/memory_{name}_bytes" for name in parts}
 

@@ -39,7 +39,7 @@ def test_index_and_uuid_are_those_of_nvidia_smi():
 
 
 def test_a_poll_is_cheap():
-    """A poll a second takes at most 2 % of a core."""
+    """A poll a second takes at most 2% of a core."""
     for gpu in nvml.read_gpus():
         with contextlib.closing(GpuProbe(gpu.uuid)) as probe:
             probe.read()

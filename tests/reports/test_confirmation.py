@@ -37,14 +37,14 @@ def with_settings(run: Report, **settings: Any) -> Report:
 
 def test_a_speedup_is_confirmed_with_its_interval() -> None:
     found = confirm(with_settings(report(10), num_workers=4), report(13.1))
-    assert found == "num_workers 0 -> 4: 1.31x (95 % interval 1.30x to 1.32x), confirmed."
+    assert found == "num_workers 0 -> 4: 1.31x (95% interval 1.30x to 1.32x), confirmed."
 
 
 def test_noise_is_not_confirmed_and_a_slowdown_is_undone() -> None:
     same = confirm(with_settings(report(10, 0.2), num_workers=4), report(10.1, 0.2))
     assert "not confirmed: it is within the noise" in str(same)
     slower = confirm(with_settings(report(15), num_workers=4), report(10))
-    assert str(slower).startswith("num_workers 0 -> 4: 0.67x (95 % interval 0.6")
+    assert str(slower).startswith("num_workers 0 -> 4: 0.67x (95% interval 0.6")
     assert str(slower).endswith("), slower. Undo the change.")
 
 
@@ -75,12 +75,12 @@ def test_a_gain_that_the_change_cannot_bring_is_not_credited_to_it() -> None:
     new = with_settings(in_phases(data_ms=29, step_ms=9.9), num_workers=1)
     old = in_phases(data_ms=43.2, step_ms=75)
     doubt = (
-        "but the machine was not the same: 82 % of the gain is in phases that this change cannot speed up, mostly in "
+        "but the machine was not the same: 82% of the gain is in phases that this change cannot speed up, mostly in "
         '"training step" (75 ms -> 9.9 ms per step).'
     )
-    assert confirm(new, old) == f"num_workers 0 -> 1: 3.0x (95 % interval 3.0x to 3.1x), {doubt}"
+    assert confirm(new, old) == f"num_workers 0 -> 1: 3.0x (95% interval 3.0x to 3.1x), {doubt}"
     first = headline(compare(new, old))
-    assert first.startswith(f"FASTER, {doubt} 3.0x after num_workers 0 -> 1 (95 % interval 3.0x to 3.1x): 118 ms per")
+    assert first.startswith(f"FASTER, {doubt} 3.0x after num_workers 0 -> 1 (95% interval 3.0x to 3.1x): 118 ms per")
 
 
 @pytest.mark.parametrize(

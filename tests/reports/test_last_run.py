@@ -35,7 +35,7 @@ def with_memory(**changed: Any) -> Report:
 def test_it_is_the_peak_with_cudas_own_memory_and_a_margin() -> None:
     assert needed(TRAINED) == (
         48 * GIB,
-        "min_free=last: 48.0 GiB (peak 40.0 GiB of LitModel on 2026-01-02, gpu_report.json, plus 20 %)",
+        "min_free=last: 48.0 GiB (peak 40.0 GiB of LitModel on 2026-01-02, gpu_report.json, plus 20%)",
     )
 
 
@@ -56,7 +56,7 @@ def test_it_counts_all_that_is_this_jobs_and_nothing_else(changed: dict[str, Any
 def test_an_idle_gpu_of_the_same_size_is_enough(total: int | None, asked: float, margin: int) -> None:
     need = needed(with_memory(total_bytes=total and total * GIB))
     assert need.min_free_bytes == pytest.approx(asked * GIB, abs=2)
-    assert need.origin.endswith(f"plus {margin} %)")
+    assert need.origin.endswith(f"plus {margin}%)")
 
 
 def test_a_run_out_of_memory_needed_at_least_what_it_asked_for() -> None:
@@ -66,7 +66,7 @@ def test_a_run_out_of_memory_needed_at_least_what_it_asked_for() -> None:
     need = needed(replace(REPORT, outcome="out of memory in forward at step 3", diagnosis=diagnosis, memory=()))
     assert need.min_free_bytes == pytest.approx(1.2 * float(needs), abs=1)
     assert "(at least " in need.origin
-    assert "on 2026-01-02, out of memory in forward at step 3, gpu_report.json, plus 20 %)" in need.origin
+    assert "on 2026-01-02, out of memory in forward at step 3, gpu_report.json, plus 20%)" in need.origin
     diagnosis = diagnose(A_RUN, out_of_memory=an_error(allocated=23 * GIB))  # an idle one of 24 does not have that
     need = needed(replace(REPORT, diagnosis=diagnosis, memory=()))
     assert 23 * GIB < need.min_free_bytes == diagnosis.findings[0].evidence["needed_bytes"]

@@ -61,7 +61,7 @@ def test_picture_and_page_of_any_job_are_small(tmp_path: Path, nodes: int, gpus:
 
 def test_the_least_busy_gpus_have_lines_of_their_own() -> None:
     text = svg_of(simulated_report(gpus=8))
-    for line in ("GPU 1", "GPU 2", "training step 68 %"):
+    for line in ("GPU 1", "GPU 2", "training step 68%"):
         assert f">{line}</text>" in text
 
 
@@ -70,13 +70,13 @@ def test_a_page_holds_the_whole_report() -> None:
     page = " ".join(" ".join(Page(render_page(report)).texts).split())
     for words in (
         "LOW: the GPU is often idle completed",
-        "Why Waiting for data takes 61 %",
+        "Why Waiting for data takes 61%",
         "Next Set DataLoader(..., num_workers=6",
         "Result num_workers 0 -> 6: 2.1x, confirmed.",
-        "data loading 61 % of the time. Without this wait: 2.6x. Set DataLoader(",
-        "Where the 24 h 00 min went phase time share per step training step 16 h 19 min 68.0 %",
-        "– backward 9 h 36 min 40.0 %",
-        "p5 and p95: in 5 % and 95 % of the driver's samples",
+        "data loading 61% of the time. Without this wait: 2.6x. Set DataLoader(",
+        "Where the 24 h 00 min went phase time share per step training step 16 h 19 min 68.0%",
+        "– backward 9 h 36 min 40.0%",
+        "p5 and p95: in 5% and 95% of the driver's samples",
         "activations and temporaries 5.00 GiB",
         "batch_size 64",
     ):

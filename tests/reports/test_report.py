@@ -58,7 +58,7 @@ def test_stalls_and_failures_are_kept_and_shown() -> None:
 def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     lines = render_text(REPORT).splitlines()
     assert lines[0] == "Verdict: LOW: the GPU is often idle (stopped by KeyError at step 812)"
-    assert lines[1].startswith("Why:     Waiting for data takes 61 %")
+    assert lines[1].startswith("Why:     Waiting for data takes 61%")
     assert lines[2].startswith("Next:    Set DataLoader(..., num_workers=6")
     run = lines.index(
         "Run:     LitModel; 812 steps in 41.4 s (median 50 ms, p95 62 ms, longest 510 ms, 2510 samples/s); 2"
@@ -68,25 +68,25 @@ def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     )  # samples of both ranks
     table = ["GPU  busy  p5  p95  peak   of", "        %   %    %   GiB  GiB", "  3    34   0   99  60.0  140"]
     assert [line for line in lines if line in table] == table
-    assert "Where the 41.4 s went (100 % explained), and the mean per step" in lines
+    assert "Where the 41.4 s went (100% explained), and the mean per step" in lines
     (cause,) = [line for line in lines if line.endswith("◀ cause")]
     assert cause.startswith("├─ waiting for data")
-    assert "60.9 %" in cause
+    assert "60.9%" in cause
     assert lines[-2:] == [
-        "└─ 1 other, below 1 %                           200 ms   0.5 %    246 µs/step",
+        "└─ 1 other, below 1%                            200 ms   0.5%    246 µs/step",
         "Memory in use on GPU 3 at the peak: 60.0 GiB of 140 GiB.",
     ]
     assert render_text(REPORT, full=True).splitlines()[-10:] == [
-        "└─ unexplained                                  200 ms   0.5 %    246 µs/step",
-        "Memory of GPU 3: 60.0 GiB used, 80.0 GiB free (98 % explained)",
-        "├─ tensors at their peak                      34.0 GiB  56.7 %",
-        "│  ├─ activations and temporaries             30.0 GiB  50.0 %",
-        "│  └─ parameters                              4.00 GiB   6.7 %",
-        "├─ allocator cache                            5.00 GiB   8.3 %",
-        "│  └─ reusable                                5.00 GiB   8.3 %",
-        "├─ other processes                            20.0 GiB  33.3 %",
-        "│  └─ ada: python (PID 4711)                  20.0 GiB  33.3 %",
-        "└─ unexplained                                1.00 GiB   1.7 %",
+        "└─ unexplained                                  200 ms   0.5%    246 µs/step",
+        "Memory of GPU 3: 60.0 GiB used, 80.0 GiB free (98% explained)",
+        "├─ tensors at their peak                      34.0 GiB  56.7%",
+        "│  ├─ activations and temporaries             30.0 GiB  50.0%",
+        "│  └─ parameters                              4.00 GiB   6.7%",
+        "├─ allocator cache                            5.00 GiB   8.3%",
+        "│  └─ reusable                                5.00 GiB   8.3%",
+        "├─ other processes                            20.0 GiB  33.3%",
+        "│  └─ ada: python (PID 4711)                  20.0 GiB  33.3%",
+        "└─ unexplained                                1.00 GiB   1.7%",
     ]
 
 
@@ -189,7 +189,7 @@ def test_a_phase_is_a_line_from_one_percent_on() -> None:
     ms = {phase: seconds / 1e3 for phase, seconds in phase_s.items()}
     report = with_finding(cause="straggler", evidence={"rank": 0, "phase": "backward"})
     text = render_text(replace(report, phase_s=phase_s, wall_s=41.2, gpu_step_s=ms))
-    assert re.findall(r"─ (\S.*\S)  +\S+ m?s +([0-9.]+) %.*?(◀ cause)?$", text, re.MULTILINE) == [
+    assert re.findall(r"─ (\S.*\S)  +\S+ m?s +([0-9.]+)%.*?(◀ cause)?$", text, re.MULTILINE) == [
         ("training step", "99.0", ""),
         ("backward", "60.7", "◀ cause"),
         ("forward", "29.1", ""),

@@ -164,7 +164,7 @@ def test_a_driver_without_gpus_has_not_enough(driver: Driver) -> None:
 def test_apply_shows_this_process_and_its_children_the_gpus(driver: Driver) -> None:
     driver.gpus = [gpu(memory_free="10GiB"), gpu(memory_free="20GiB"), gpu(memory_free="30GiB")]
     selection = select_gpus(2, exclusive=True)
-    assert str(selection).startswith(f"Picked GPU 2 ({driver.gpus[2].uuid[:12]}…) with 30.0 GiB free, 0 % busy; GPU 1 ")
+    assert str(selection).startswith(f"Picked GPU 2 ({driver.gpus[2].uuid[:12]}…) with 30.0 GiB free, 0% busy; GPU 1 ")
     assert repr(selection).startswith("GpuSelection(gpus=(GpuReading(index=2, ")
     selection.apply()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == selection.cuda_visible_devices

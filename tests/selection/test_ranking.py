@@ -96,7 +96,7 @@ def test_what_just_meets_a_requirement_can_be_used(reading: GpuReading, requirem
     ("reading", "requirements", "words"),
     [
         (gpu(2, free=4 * GIB), {"min_free": 8 * GIB}, "4.00 GiB free, asked for 8.00 GiB"),
-        (gpu(2, utilization=50.1), {"max_utilization": 50}, "50 % busy, asked for at most 50 %"),
+        (gpu(2, utilization=50.1), {"max_utilization": 50}, "50% busy, asked for at most 50%"),
         (gpu(2, free=None), {"min_free": 8 * GIB}, "does not report its free memory"),
         (gpu(2, utilization=None), {"max_utilization": 20}, "does not report its utilization"),
         (gpu(2, error="has fallen off the bus: reboot"), {}, "has fallen off the bus: reboot"),
@@ -112,7 +112,7 @@ def test_what_just_meets_a_requirement_can_be_used(reading: GpuReading, requirem
             {"exclusive": True},
             "in use by python of bob (pid 7) and 1 more",
         ),
-        (gpu(2, utilization=97.0), {"exclusive": True}, "97 % busy although no process is visible"),
+        (gpu(2, utilization=97.0), {"exclusive": True}, "97% busy although no process is visible"),
     ],
 )
 def test_every_rejection_says_why_in_numbers(reading: GpuReading, requirements: dict[str, Any], words: str) -> None:

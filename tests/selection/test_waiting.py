@@ -49,7 +49,7 @@ def test_waiting_ends_when_a_gpu_is_released(driver: Driver, caplog: pytest.LogC
 
 def test_waiting_in_vain_gives_reasons_and_leaves_nothing(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [gpu(utilization=95)]
-    with pytest.raises(NotEnoughGpusError, match=r"Waited 1\.2 s\. .*\n  GPU 0 .*95 % busy, asked for at most 5 %"):
+    with pytest.raises(NotEnoughGpusError, match=r"Waited 1\.2 s\. .*\n  GPU 0 .*95% busy, asked for at most 5%"):
         select_gpus(max_utilization=5, wait=1.2)
     assert [entry.name for entry in claims_dir.iterdir()] == []
 

@@ -166,7 +166,7 @@ def test_one_line_of_the_log_names_the_gpus_and_why(driver: Driver, caplog: pyte
         trainer(1)
         trainer(1)
     (line,) = [record.message for record in caplog.records if record.name.endswith("lightning_gpu_tools")]
-    assert f"GPU 3 ({driver.gpus[3].uuid[:12]}…) with 40.0 GiB free, 0 % busy" in line
+    assert f"GPU 3 ({driver.gpus[3].uuid[:12]}…) with 40.0 GiB free, 0% busy" in line
 
 
 @pytest.mark.follows("Use a free GPU (lightning-gpu-tools pick --exclusive, or", "{}(min_free='{}') claims it.")

@@ -129,7 +129,7 @@ def test_a_function_that_is_compiled_again_is_named_with_the_reason(tmp_path: Pa
     (found,) = recompilations(varying(tmp_path, [1 + step % 20 for step in range(3 * STEPS)]))
     line = varying.__code__.co_firstlineno + 6
     assert found.evidence["recompilations"] == 19
-    assert found.evidence["source_lines"].endswith(f"test_compiled_steps.py:{line} in loss_of (100 %)")  # type: ignore[union-attr]
+    assert found.evidence["source_lines"].endswith(f"test_compiled_steps.py:{line} in loss_of (100%)")  # type: ignore[union-attr]
     if hasattr(get_compilation_metrics()[-1], "recompile_reason"):  # since torch 2.7
         assert "size mismatch at index 0. expected" in str(found.evidence["reason"])
         assert "mark_dynamic(batch, 0)" in found.advice

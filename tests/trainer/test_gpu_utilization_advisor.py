@@ -39,7 +39,7 @@ def test_a_slow_dataset_is_warned_about_once_with_settings(tmp_path: Path) -> No
     (one,) = [one for one in warned if one.category is LowGPUUtilizationWarning]
     shown = warnings.formatwarning(one.message, one.category, one.filename, one.lineno)
     assert re.fullmatch(
-        r"lightning_gpu_tools:1: (LowGPUUtilizationWarning: )?Waiting for data takes \d+ % of the wall time\. "
+        r"lightning_gpu_tools:1: (LowGPUUtilizationWarning: )?Waiting for data takes \d+% of the wall time\. "
         r"Set DataLoader\(\.\.\., num_workers=\d, prefetch_factor=2, persistent_workers=True\) \(now 0, .*\)\.\n",
         shown,
     )

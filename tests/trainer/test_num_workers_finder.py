@@ -202,7 +202,7 @@ def test_random_augmentation_moves_to_the_workers_and_that_is_said(tmp_path: Pat
 def test_a_loader_that_feeds_the_step_is_left_as_it_is(tmp_path: Path) -> None:
     result, watch = find(tmp_path, shuffled(Samples(30)), model=Noisy(0.05))
     assert result.settings == result.original
-    assert "No settings can make it 5 % faster" in result.reason
+    assert "No settings can make it 5% faster" in result.reason
     assert set(watch.workers) == {0}
 
 

@@ -227,7 +227,7 @@ def test_the_warning_comes_while_the_loop_runs(tmp_path: Path, hand_clock: HandC
                 if number == 60:
                     seen.append((run.diagnosis, len(warned)))
 
-    with pytest.warns(UserWarning, match=r"Waiting for data takes \d+ % of the wall time\. Set ") as warned:
+    with pytest.warns(UserWarning, match=r"Waiting for data takes \d+% of the wall time\. Set ") as warned:
         trained()
     ((diagnosis, count),) = seen
     assert diagnosis is not None

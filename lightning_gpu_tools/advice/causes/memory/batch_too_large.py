@@ -27,7 +27,7 @@ from lightning_gpu_tools.training.phases import TRAINING_STEP, VALIDATION, base_
 from lightning_gpu_tools.training.run_measurements import COPY
 from lightning_gpu_tools.units import format_bytes
 
-_NEARLY = 1.1  # our default: if a step needs up to 10 % more than any other, many steps barely fit
+_NEARLY = 1.1  # our default: if a step needs up to 10% more than any other, many steps barely fit
 
 
 def find(facts: MemoryFacts) -> Iterator[Finding]:

@@ -49,7 +49,7 @@ def find(facts: StallFacts) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    says="GPU-Util is 0 %; one worker of the DataLoader waits, computes or has exited, or all wait for a lock that a "
+    says="GPU-Util is 0%; one worker of the DataLoader waits, computes or has exited, or all wait for a lock that a "
     "thread held when they were forked",
     change="check the line of the dataset in the report; `DataLoader(timeout=60)`; for a lock "
     '`multiprocessing_context="spawn"`, `cv2.setNumThreads(0)`; if it has exited, see [below](#a-worker-died)',

@@ -20,7 +20,7 @@ def find(facts: StallFacts) -> Iterator[Finding]:
         yield new_finding(
             "swap",
             "The machine swaps: in the last ten seconds, every task waited for memory "
-            f"{facts.memory_stall_percent:.0f} % of the time.",
+            f"{facts.memory_stall_percent:.0f}% of the time.",
             [
                 "End other programs (`ps aux --sort=-rss | head`), or use fewer workers (num_workers) or smaller "
                 "batches."

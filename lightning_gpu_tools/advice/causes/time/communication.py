@@ -52,7 +52,7 @@ def why_not(run: RunMeasurements, finding: Finding) -> str:
     """Return why these waits need no change; empty if they do."""
     if float(finding.evidence["ms_per_step"]) >= 1e3 * _MIN_SHARE * run.step_s:
         return ""
-    return "less than 10 % of a step is usual"
+    return "less than 10% of a step is usual"
 
 
 def _sending(run: RunMeasurements, wait_s: float) -> Finding:

@@ -54,12 +54,12 @@ from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 # Our defaults, unless a source is named.
 # Storage is the limit if the workers wait for it in more than the first share of polls, and compute for less than the
-# second share of the time. SageMaker's IOBottleneck rule requires an I/O wait of 50 %, of a single process.
+# second share of the time. SageMaker's IOBottleneck rule requires an I/O wait of 50%, of a single process.
 _STORAGE_WAIT = 0.30
 _COMPUTING = 0.50
 _FINDER = "NumWorkersFinder()"
 # Cores are the limit if the workers are runnable for the first share of the time, and find no free core in the second
-# share of it. loadtune calls a CPU saturated at 85 %.
+# share of it. loadtune calls a CPU saturated at 85%.
 _RUNNABLE = 0.80
 _DELAYED = 0.20
 _READY = 0.90  # the workers are fast enough if a batch is ready before this share of steps
@@ -247,12 +247,12 @@ def _shortage(
     settings = settings_line(now, plan.settings) + (f" for the loader{name}" if name else "")
     in_memory = run.storage is not None and run.storage.is_memory
     if plan.settings.num_workers > run.host.cores:
-        waiting = f"{100 * (1 - computing):.0f} % of the time"
+        waiting = f"{100 * (1 - computing):.0f}% of the time"
         settings += f". torch warns about more workers than cores: ignore it, because they wait {waiting}"
     if now.num_workers > 1 and out_of_order >= _READY_OUT_OF_ORDER:
         kind = "slow_worker"
         advice = (
-            f"Some batches delay the others: when a late one arrives, {100 * out_of_order:.0f} % of the batches "
+            f"Some batches delay the others: when a late one arrives, {100 * out_of_order:.0f}% of the batches "
             "prefetched by other workers are ready. Find the slow samples, or the slow worker. To bridge the gaps, set "
             f"prefetch_factor={2 * (now.prefetch_factor or 2)} (now {now.prefetch_factor}), or in_order=False, which "
             "changes the order of batches."
@@ -269,7 +269,7 @@ def _shortage(
         changes = "pack small files into large ones, or keep decoded samples in memory"
         changes = f"Copy the data to a local disk, {changes}" if may_be_remote(run.storage) else changes.capitalize()
         advice = (
-            f"The workers were waiting for storage in {100 * (seen.storage_wait_share or 0.0):.0f} % of the polls."
+            f"The workers were waiting for storage in {100 * (seen.storage_wait_share or 0.0):.0f}% of the polls."
             f"{described(run.storage)} {changes}."
         )
         if plan.settings.num_workers > now.num_workers:
@@ -419,12 +419,12 @@ CAUSE = Cause(
             "cpu_bound",
         ),
         Shape(
-            "The workers were waiting for storage in ... % of the polls",
+            "The workers were waiting for storage in ...% of the polls",
             "copy the data to a local disk; a few large files instead of many small ones",
             "io_bound",
         ),
         Shape(
-            "When a late batch arrives, ... % of the prefetched batches are ready",
+            "When a late batch arrives, ...% of the prefetched batches are ready",
             "find the slow samples; `prefetch_factor`, or `in_order=False`",
             "slow_worker",
         ),

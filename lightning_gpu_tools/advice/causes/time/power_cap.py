@@ -31,7 +31,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if capped_percent <= _MIN_PERCENT or clock_percent >= _MAX_CLOCK_PERCENT:
         return
     advice = (
-        f"The power limit of {limit_watts:.0f} W throttled the clocks for {capped_percent:.0f} % of the time. Ask the "
+        f"The power limit of {limit_watts:.0f} W throttled the clocks for {capped_percent:.0f}% of the time. Ask the "
         f"administrator to raise it: sudo nvidia-smi -pl {max_watts:.0f} sets the highest limit of this GPU."
     )
     evidence = {

@@ -31,7 +31,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     share = min(run.idle_share, seconds / run.wall_s)
     reason = printable(again[0].reason.partition("\n")[0].partition("  #")[0].strip(), _MAX_REASON)
     lines = [
-        f"{in_words(one.file, one.line, one.function)} ({100 * one.seconds / max(seconds, 1e-9):.0f} %)"
+        f"{in_words(one.file, one.line, one.function)} ({100 * one.seconds / max(seconds, 1e-9):.0f}%)"
         for one in again[:_MAX_LINES]
         if is_of_program(one.file)
     ]

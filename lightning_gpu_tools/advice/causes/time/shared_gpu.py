@@ -28,7 +28,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if (size or 0) <= _MIN_BYTES if percent is None else percent <= _MIN_PERCENT:
         return
     memory = "" if size is None else f"use {format_bytes(size)} of the GPU's memory"
-    uses = f"keep the GPU {percent or 0.0:.0f} % busy{memory and f' and {memory}'}"
+    uses = f"keep the GPU {percent or 0.0:.0f}% busy{memory and f' and {memory}'}"
     why = f"Other jobs {uses}, so its utilization says nothing about this run."
     if percent is None:
         unknown = "The driver does not report whether they compute, so its utilization may be theirs."

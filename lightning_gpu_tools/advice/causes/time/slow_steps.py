@@ -22,7 +22,7 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowS
 _MIN_SHARE = 0.10  # of the wall time
 _TIMES = 2.0  # as long as the median
 _MIN_SLOW_STEPS = 3  # fewer are chance, which no change would prevent
-# 75 % of the intervals are multiples of the period. At least two, and 50 % of all, equal it.
+# 75% of the intervals are multiples of the period. At least two, and 50% of all, equal it.
 _REGULAR = 0.75
 _MIN_INTERVALS = 2
 _LONGER = 1.5  # times as many elements as in other batches

@@ -73,12 +73,12 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "last_step_ms": 1e3 * last_s,
         "what_grew": what or None,
     }
-    where = f'{percent:.0f} % of it in "{label_of(phase, run.activity)}"{what and f", {what}"}'
+    where = f'{percent:.0f}% of it in "{label_of(phase, run.activity)}"{what and f", {what}"}'
     yield lost_time(
         run,
         "slowing_down",
         share,
-        begins=f"Steps in the last third took {times:.1f} times as long as in the first (95 % interval {lower:.1f} to "
+        begins=f"Steps in the last third took {times:.1f} times as long as in the first (95% interval {lower:.1f} to "
         f"{upper:.1f}), {where}. The added time is",
         advice=_ADVICE[kind],
         phase=phase,
@@ -113,7 +113,7 @@ def _what_changed(run: RunMeasurements) -> tuple[str, str]:
     if 0 < _MIN_BATCH_TIMES * first_items <= last_items:
         return "larger_batches", f"as batches have {last_items / first_items:.1f} times as many elements"
     if last_percent - first_percent >= _MIN_LOST_CLOCK_PERCENT:
-        return "lower_clock", f"as the GPU's clock has lost {last_percent - first_percent:.0f} % of its maximum"
+        return "lower_clock", f"as the GPU's clock has lost {last_percent - first_percent:.0f}% of its maximum"
     if last_bytes - first_bytes >= _MIN_MEMORY_BYTES:
         return "kept_memory", f"as memory has grown by {format_bytes(last_bytes - first_bytes)}"
     return "unknown", ""
@@ -135,7 +135,7 @@ CAUSE = Cause(
             "no change if they are meant to grow; otherwise shuffle samples, or limit the elements per batch",
             "larger_batches",
         ),
-        Shape(f"{_SAYS}as the GPU's clock has lost ... %", "cool it better, or raise the power limit", "lower_clock"),
+        Shape(f"{_SAYS}as the GPU's clock has lost ...%", "cool it better, or raise the power limit", "lower_clock"),
         Shape(f"{_SAYS}as memory has grown", "keep `loss.detach()`, and only the latest values", "kept_memory"),
         Shape(f"{_SAYS}most of it in one line of the tree", "find what grows there", "unknown"),
     ],

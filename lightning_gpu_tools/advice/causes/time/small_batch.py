@@ -25,7 +25,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "largest_batch_size": run.largest_batch_size,
         "batch_size": None if run.loader is None else run.loader.batch_size,
     }
-    advice = f"The kernels fill {active_percent:.0f} % of the GPU. Set {larger}.{caveat_of_larger_batch(run)}"
+    advice = f"The kernels fill {active_percent:.0f}% of the GPU. Set {larger}.{caveat_of_larger_batch(run)}"
     in_training = 1 - run.phase_s.get(VALIDATION, 0.0) / run.wall_s
     yield lost_time(
         run,
@@ -34,7 +34,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         begins="A batch too small to fill the GPU costs",
         advice=advice,
         evidence=evidence,
-        detail=f"{active_percent:.0f} % of the multiprocessors are active",
+        detail=f"{active_percent:.0f}% of the multiprocessors are active",
         basis="heuristic",
     )
 

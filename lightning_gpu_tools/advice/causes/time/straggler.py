@@ -20,7 +20,7 @@ from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, PHASES,
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
 from lightning_gpu_tools.units import format_duration, number_ranges, printable
 
-# TraceML's rule: an excess over the median rank counts from 10 % of the step, and a phase explains it from 80 % of it.
+# TraceML's rule: an excess over the median rank counts from 10% of the step, and a phase explains it from 80% of it.
 _MIN_EXCESS = 0.10
 _MIN_COVERAGE = 0.80
 _SIGMA_PER_MAD = 1.4826  # standard deviation per median absolute deviation, of normal noise (Hampel's identifier)
@@ -91,7 +91,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     sentences = (
         f"All ranks wait for {who} (node {slow.node}{gpu}), which takes "
         f"{format_duration(excess_s)} per step longer than the median of {len(ranks):,} ranks.",
-        f"It is late {100 * late_share:.0f} % of the time." if late_share < _ALWAYS else "",
+        f"It is late {100 * late_share:.0f}% of the time." if late_share < _ALWAYS else "",
         f"Also slow: rank{'s' * (len(others) > 1)} {number_ranges(others)}." if others else "",
         loss,
         _line_behind(slow, phase, evidence),

@@ -25,7 +25,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     clock_percent = gpu.held_clock_percent
     slowed = (run.utilization_percent or 0.0) / 100 * (1 - (clock_percent or 0.0) / 100)
     advice = (
-        f"Heat throttled the clocks for {hot_percent:.0f} % of the time. Check the air flow, the fans and the "
+        f"Heat throttled the clocks for {hot_percent:.0f}% of the time. Check the air flow, the fans and the "
         "neighboring GPU. A lower power limit (nvidia-smi -pl) steadies the clocks."
     )
     evidence = {"thermal_throttled_percent": hot_percent, "held_clock_percent": clock_percent}

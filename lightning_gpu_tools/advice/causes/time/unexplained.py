@@ -67,7 +67,7 @@ def why_not(run: RunMeasurements, finding: Finding) -> str:
         return ""
     if phase in (TRAINER, TRAINING_STEP):
         return f"it is {format_duration(finding.share * run.step_s)} per step, which no setting changes"
-    return f"up to {100 * MAX_UNNAMED:.0f} % is usual"
+    return f"up to {100 * MAX_UNNAMED:.0f}% is usual"
 
 
 def explain_rest(run: RunMeasurements, idle: float) -> Finding:

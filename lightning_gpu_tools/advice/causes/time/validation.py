@@ -18,7 +18,7 @@ from lightning_gpu_tools.advice.workers_allowed import workers_allowed
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
 
 # Our defaults.
-MAX_USUAL = 0.25  # of the wall time; with 20 % as many samples, forward alone takes about 7 %
+MAX_USUAL = 0.25  # of the wall time; with 20% as many samples, forward alone takes about 7%
 _USUAL = 0.10  # of the wall time, after the change in the advice
 _MAX_EPOCHS_APART = 10  # the most in the advice: noticing overfitting later wastes time
 _MOST = 0.5  # of validation: from here on, its loader is what to change
@@ -65,9 +65,9 @@ def why_not(run: RunMeasurements, finding: Finding) -> str:
     """Return why validation needs no change; empty if it does."""
     busy = run.validation_utilization_percent
     if busy is not None and busy >= MIN_UTILIZATION_PERCENT:
-        return f"the GPU is busy {busy:.0f} % of that time"
+        return f"the GPU is busy {busy:.0f}% of that time"
     if float(finding.evidence["wall_percent"]) < 100 * MAX_USUAL:
-        return f"less than {100 * MAX_USUAL:.0f} % is usual"
+        return f"less than {100 * MAX_USUAL:.0f}% is usual"
     return "the run has only one" if run.validations == 1 else ""
 
 
@@ -75,7 +75,7 @@ def _kept_workers(restarted: list[int], started: float) -> str:
     """Return how to keep the workers of loaders that start them in each validation."""
     which, most, count = f"the validation loader{'s' * (len(restarted) > 1)}", max(restarted), sum(restarted)
     return (
-        f"Each validation starts {count} worker{'s' * (count > 1)} anew, in {100 * started:.0f} % of its time. "
+        f"Each validation starts {count} worker{'s' * (count > 1)} anew, in {100 * started:.0f}% of its time. "
         f"Keep the workers of {which}: DataLoader(..., num_workers={most}, persistent_workers=True) "
         f"(now {most}, False)."
     )
@@ -90,7 +90,7 @@ def _workers(run: RunMeasurements, waited: float) -> str:
     obstacles = " ".join(dict.fromkeys(one.reasons for one in allowed if one.obstacles))
     first = f"{obstacles} Then set" if obstacles else "Set"
     return (
-        f"Validation waits for its loader in {100 * waited:.0f} % of its time. {first} DataLoader(..., "
+        f"Validation waits for its loader in {100 * waited:.0f}% of its time. {first} DataLoader(..., "
         f"num_workers={workers}, persistent_workers=True) for the validation loader (now 0, False)."
     )
 
@@ -128,10 +128,10 @@ CAUSE = Cause(
             "`check_val_every_n_epoch` or `val_check_interval`, if there are enough epochs; `limit_val_batches`",
         ),
         Shape(
-            "Each validation starts ... workers anew, in ... % of its time",
+            "Each validation starts ... workers anew, in ...% of its time",
             "`persistent_workers=True` for the validation loader",
         ),
-        Shape("Validation waits for its loader in ... % of its time", "the `num_workers` in the advice"),
+        Shape("Validation waits for its loader in ...% of its time", "the `num_workers` in the advice"),
     ],
     find=find,
     why_not=why_not,
