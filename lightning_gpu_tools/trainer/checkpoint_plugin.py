@@ -40,12 +40,12 @@ from lightning_gpu_tools.errors import (
     UnsafeCheckpointError,
 )
 from lightning_gpu_tools.files import remove
+from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Callback, CheckpointIO, LightningModule, Trainer, overrides
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.import_hooks import FABRICS, when_imported
 from lightning_gpu_tools.trainer.load_from_checkpoint import as_lightning_checkpoint
-from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.units import printable, printable_path
 
 
@@ -266,7 +266,7 @@ class PortableCheckpointHooks(GuardedCallback):
     """A callback that hands the trainer to its plugins, in the process that loads and saves."""
 
     def __init__(self) -> None:
-        self._wrappers = Wrappers()
+        self._patches = Patches()
 
     @override
     def survives(self, error: Exception) -> bool:
@@ -274,19 +274,19 @@ class PortableCheckpointHooks(GuardedCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._wrappers.undo()  # of an earlier run without a teardown
+        self._patches.undo()  # of an earlier run without a teardown
         has_plugin = _introduce(trainer)
         is_left_to_hook = overrides(pl_module, "LightningModule", "on_load_checkpoint")
         if has_plugin and trainer.strategy.restore_checkpoint_after_setup and stage == "fit" and not is_left_to_hook:
-            self._wrappers.put(trainer.strategy, "load_checkpoint", functools.partial(_checked_before_reading, trainer))
+            self._patches.put(trainer.strategy, "load_checkpoint", functools.partial(_checked_before_reading, trainer))
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._wrappers.undo()
+        self._patches.undo()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._wrappers.undo()
+        self._patches.undo()
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -19,11 +19,11 @@ from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.loaders.random_states import packed_states, put_back_packed
 from lightning_gpu_tools.loaders.resumable import Positions, inexact, is_resumable
+from lightning_gpu_tools.patches import Patches, after, before
 from lightning_gpu_tools.trainer import compat, epoch_metrics
 from lightning_gpu_tools.trainer.families import LightningModule, Trainer, base_of, lookup, overrides
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.preemption import Preemption
-from lightning_gpu_tools.trainer.wrappers import Wrappers, after, before
 from lightning_gpu_tools.training.compat import default_store, own_store
 from lightning_gpu_tools.units import printable_path
 
@@ -160,13 +160,13 @@ class _Run:
         self._is_requeued = False
         self._saved: tuple[str, str] | None = None  # a file to be renamed at the end, and the name
         self._has_hook = overrides(self.trainer.lightning_module, "LightningModule", "on_train_batch_end")
-        self._wrappers = Wrappers()
-        self._wrappers.put(self.trainer.strategy, "process_dataloader", self._wrapped)
-        self._wrappers.put(self.trainer, "save_checkpoint", self._timed)
+        self._patches = Patches()
+        self._patches.put(self.trainer.strategy, "process_dataloader", self._wrapped)
+        self._patches.put(self.trainer, "save_checkpoint", self._timed)
         # Not hooks of the callback, which run before the module's own: what that changes belongs into the file.
         module = self.trainer.lightning_module
-        self._wrappers.put(module, "on_train_batch_start", functools.partial(before, self._batch_started))
-        self._wrappers.put(module, "on_train_batch_end", functools.partial(after, self._batch_ended))
+        self._patches.put(module, "on_train_batch_start", functools.partial(before, self._batch_started))
+        self._patches.put(module, "on_train_batch_end", functools.partial(after, self._batch_ended))
 
     def _wrapped(self, process: Any) -> Any:
         def process_dataloader(loader: Any) -> Any:
@@ -448,5 +448,5 @@ class _Run:
 
     def close(self) -> None:
         self.preemption.close()
-        self._wrappers.undo()
+        self._patches.undo()
         self.positions.close()

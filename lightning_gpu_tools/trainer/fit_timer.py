@@ -15,12 +15,12 @@ import torch
 from typing_extensions import override
 
 from lightning_gpu_tools.gpus.sampler import Phase
+from lightning_gpu_tools.patches import Patches, after, before
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.failures import FETCH, noting_index
 from lightning_gpu_tools.runs.run import Timer
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of, overrides
-from lightning_gpu_tools.trainer.wrappers import Wrappers, after, before
 from lightning_gpu_tools.training import phases
 from lightning_gpu_tools.training.compat import keep_from_compiler
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
@@ -113,11 +113,11 @@ class FitTimer(Timer):
         self._run = ending.run
         self._enter = enter
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
-        self._wrappers = Wrappers()
-        self._wrap = partial(self._wrappers.put, trainer)
+        self._patches = Patches()
+        self._wrap = partial(self._patches.put, trainer)
         self.worker_lines = WorkerLines()
-        self._wrappers.put(torch.utils.data, FETCH, noting_index)  # before workers are forked
-        self._wrappers.put(torch.utils.data, WORKER_LOOP, self.worker_lines.sampled)
+        self._patches.put(torch.utils.data, FETCH, noting_index)  # before workers are forked
+        self._patches.put(torch.utils.data, WORKER_LOOP, self.worker_lines.sampled)
         self._time_run()
 
     def _time_run(self) -> None:
@@ -140,12 +140,12 @@ class FitTimer(Timer):
     @override
     def stop(self) -> None:
         self.clock.stop()
-        self._wrappers.undo()
+        self._patches.undo()
 
     @property
     @override
     def unseen(self) -> list[str]:
-        return self._wrappers.missing
+        return self._patches.missing
 
     @property
     @override
@@ -163,7 +163,7 @@ class FitTimer(Timer):
             return
         keep_from_compiler()
         if self._trainer.world_size > 1:
-            self._wrappers.put(torch.distributed, "Work.wait", self.rank_waits.timed)
+            self._patches.put(torch.distributed, "Work.wait", self.rank_waits.timed)
         self._time_loop()
         self._time_loggers()
         self._time_actions()
@@ -227,7 +227,7 @@ class FitTimer(Timer):
     def _measure_gpu_steps(self, device: torch.device, run: str, first_part: str) -> tuple[GpuTimeline, MemoryCounters]:
         gpu = self.rank_waits.gpu = self.clock.measure_gpu(device)
         memory = self.memory = MemoryCounters(self._run, self.clock)
-        self._wrappers.put(torch.cuda, "CUDAGraph.replay", gpu.counted)
+        self._patches.put(torch.cuda, "CUDAGraph.replay", gpu.counted)
         self._wrap(run, partial(_measured_step, self.clock, gpu, memory, self._ending, first_part))
         return gpu, memory
 
@@ -267,15 +267,15 @@ class FitTimer(Timer):
         for logger in self._trainer.loggers:
             timed = partial(self.clock.timed_here, f"{phases.LOGGING}/{type(logger).__name__}")
             for method in ("log_metrics", "save"):  # which no action covers
-                self._wrappers.put(logger, method, timed)
+                self._patches.put(logger, method, timed)
 
     def _time_actions(self) -> None:
         profiler = self._trainer.profiler  # type: ignore[attr-defined]
         context = _contexts(self._context)
         if type(profiler) is base_of(profiler, "PassThroughProfiler"):  # does nothing, but takes time
-            self._wrappers.put(profiler, "profile", lambda profile: context)
+            self._patches.put(profiler, "profile", lambda profile: context)
         else:
-            self._wrappers.put(profiler, "profile", lambda profile: _around(profile, context))
+            self._patches.put(profiler, "profile", lambda profile: _around(profile, context))
 
     def _context(self, action: str) -> _Context:
         context, gpu = action_context(action, self._trainer, self.clock, self.names), self.rank_waits.gpu

@@ -17,11 +17,11 @@ from typing_extensions import override
 
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR
+from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.runs.failures import FETCH, noting_index
 from lightning_gpu_tools.runs.run import Timer
 from lightning_gpu_tools.trainer.facts import MOVE_BATCH, LoopRun
 from lightning_gpu_tools.trainer.families import family_of
-from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training import compat, phases
 from lightning_gpu_tools.training.line_sampler import WORKER_LOOP, WorkerLines
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
@@ -79,7 +79,7 @@ class LoopTimer(Timer):
         self._enter = enter
         self._after_step = after_step
         self._thread = threading.get_ident()
-        self._wrappers, self._on_loader = Wrappers(), Wrappers()
+        self._patches, self._on_loader = Patches(), Patches()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._forward, self._backward = clock.account(phases.FORWARD), clock.account(phases.BACKWARD)
         self._optimizer, self._captured = clock.account(phases.OPTIMIZER), clock.account(phases.CAPTURED)
@@ -106,11 +106,11 @@ class LoopTimer(Timer):
     @property
     @override
     def unseen(self) -> list[str]:
-        return self._wrappers.missing
+        return self._patches.missing
 
     def start(self) -> None:
         """Start the clock, and hook into the loop."""
-        clock, put = self._clock, self._wrappers.put
+        clock, put = self._clock, self._patches.put
         self._hooks = [
             torch_optimizer.register_optimizer_step_pre_hook(partial(self._safely, self._optimizer_begins)),
             torch_optimizer.register_optimizer_step_post_hook(partial(self._safely, self._optimizer_ends)),
@@ -139,7 +139,7 @@ class LoopTimer(Timer):
     @override
     def stop(self) -> None:
         self._clock.stop()
-        self._wrappers.undo()
+        self._patches.undo()
         self._on_loader.undo()
         for hook in self._hooks:
             hook.remove()

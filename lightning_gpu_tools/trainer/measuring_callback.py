@@ -13,13 +13,13 @@ from typing_extensions import override
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.loaders.workers import deaths_ignored
+from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import TrainerRun, run_of
 from lightning_gpu_tools.trainer.families import Callback, LightningModule, Trainer, front_of, lookup, overrides
 from lightning_gpu_tools.trainer.fit_timer import EvaluationTimer, FitTimer
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
-from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
 from lightning_gpu_tools.training.run_measurements import Stage
 from lightning_gpu_tools.training.step_clock import StepClock
@@ -39,7 +39,7 @@ class FitSession(Session):
         super().__init__(run_of(trainer), self._make_timer)
         self._users: list[Callback] = []
         self.acting: list[MeasuringCallback] = []
-        self._on_end = Wrappers()
+        self._on_end = Patches()
         calls = lookup(trainer, compat.CALLS)
         self._on_end.put(calls, compat.AFTER_ERROR, self._after_error)
         self._on_end.put(calls, compat.AFTER_RUN, self._after_run)

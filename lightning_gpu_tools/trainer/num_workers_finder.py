@@ -24,11 +24,11 @@ from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.passes import ContinuedLoader, Loading, continued
 from lightning_gpu_tools.loaders.search import SilentRankError, search
 from lightning_gpu_tools.loaders.settings import settings_of
+from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.trainer.facts import trains_on_gpu
 from lightning_gpu_tools.trainer.families import LightningModule, Trainer
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
-from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.run_measurements import DATA_LOADING, LoaderFacts, LoaderSettings
 from lightning_gpu_tools.units import number_ranges, printable
@@ -169,9 +169,9 @@ class _Fit:
         self._published: dict[str, Any] | None = None
         self._board: Board | None = None
         # Even in a tuner's trials (LearningRateFinder, BatchSizeFinder): training may get their last loader.
-        self._wrappers = Wrappers()
-        self._wrappers.put(trainer, "fit_loop.setup_data", self._in_order)
-        self._wrappers.put(trainer.strategy, "process_dataloader", self._adopting)
+        self._patches = Patches()
+        self._patches.put(trainer, "fit_loop.setup_data", self._in_order)
+        self._patches.put(trainer.strategy, "process_dataloader", self._adopting)
 
     def _in_order(self, setup_data: Callable[[], None]) -> Callable[[], None]:
         def setup_in_order() -> None:
@@ -344,8 +344,8 @@ class _Fit:
 
     def _obstacle(self, loading: Loading | None) -> tuple[str | None, str | None]:
         """Return the reason why the loader cannot be changed, and the reason why there is nothing to gain."""
-        if self._wrappers.missing:
-            return f"this version of Lightning has no {self._wrappers.missing[0]}", None
+        if self._patches.missing:
+            return f"this version of Lightning has no {self._patches.missing[0]}", None
         if self._tuned is None:
             return "there is no loader", None
         one = self._adopted[self._tuned]
@@ -474,7 +474,7 @@ class _Fit:
 
     def close(self) -> None:
         # May be called again after Ctrl-C, for the parts that the first call did not reach.
-        self._wrappers.undo()
+        self._patches.undo()
         for loading in self._loadings:
             loading.close()
 

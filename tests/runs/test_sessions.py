@@ -23,8 +23,8 @@ from harness import quiet_options
 from trainings import Boom, Samples, background_threads, loader
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report, watch
+from lightning_gpu_tools.patches import _StandIn
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING
-from lightning_gpu_tools.trainer.wrappers import _StandIn
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 FAILS_AT = 3

@@ -8,7 +8,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from lightning_gpu_tools.trainer.wrappers import Wrappers
+from lightning_gpu_tools.patches import Patches
 
 
 class Owner:
@@ -16,13 +16,13 @@ class Owner:
         return []
 
 
-def wrapped(owner: object, count: int) -> list[Wrappers]:
+def wrapped(owner: object, count: int) -> list[Patches]:
     """Wrap the method ``count`` times, each time to add a number to what it returns."""
 
     def naming(name: str) -> Callable[[Callable[..., list[str]]], Callable[..., list[str]]]:
         return lambda method: lambda *args: [name, *method(*args)]
 
-    wrappers = [Wrappers() for _ in range(count)]
+    wrappers = [Patches() for _ in range(count)]
     for number, one in enumerate(wrappers):
         one.put(owner, "method", naming(str(number)))
     return wrappers

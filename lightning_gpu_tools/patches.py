@@ -1,4 +1,4 @@
-"""Wrappers on the methods of single objects, which can be removed again."""
+"""The changes that the package makes in the user's process, and putting everything back."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class _StandIn(functools.partial[Any]):
             setattr(self.owner, self.name, function)
 
 
-class Wrappers:
-    """The wrappers that are in place."""
+class Patches:
+    """The changes that are in place."""
 
     def __init__(self) -> None:
         self.missing: list[str] = []  # Class.method that could not be wrapped
@@ -74,7 +74,7 @@ class Wrappers:
         return True
 
     def undo(self) -> None:
-        """Remove all wrappers; a second call does nothing."""
+        """Put everything back; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
