@@ -1,4 +1,4 @@
-"""The type of a cause. Each cause has a file below ``causes``, and a place in ``causes/order.py``."""
+"""The type of a cause. Each cause has a file below ``causes``, and a place in ``order.py``."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal
 
+from lightning_gpu_tools.advice.idle_time import idle_residual
 from lightning_gpu_tools.advice.lines import sentence, where
 from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -184,7 +185,7 @@ def lost_time(
     hint = sentence(run.lines, *lines, whose=whose) or (FIND_FUNCTION if has_function else "")
     bound = ceiling(share if avoidable is None else avoidable)
     # If the GPU's times contradict the driver's utilization, the share may be too large by the difference.
-    surely = (share if lower is None else lower) - run.idle_residual
+    surely = (share if lower is None else lower) - idle_residual(run)
     return Finding(
         cause=cause,
         share=share,

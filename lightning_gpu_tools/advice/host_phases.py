@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import MIN_CEILING, Finding, ceiling, lost_time, mean_interval
+from lightning_gpu_tools.advice.idle_time import idle_share, lost_share
 from lightning_gpu_tools.training.phases import base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
@@ -36,7 +37,7 @@ def phases_of(run: RunMeasurements, group: str) -> Iterator[HostPhase]:
     for phase, seconds in run.phase_s.items():
         base, _, name = phase.partition("/")
         if base == group:
-            share = min(run.lost_share(phase), run.idle_share)
+            share = min(lost_share(run, phase), idle_share(run))
             yield HostPhase(phase, printable(name or group), name.partition(".")[2], share, seconds)
 
 

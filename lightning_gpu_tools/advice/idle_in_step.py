@@ -7,6 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import BUSY_PERCENT
+from lightning_gpu_tools.advice.idle_time import busy_percent, idle_in_step_share, idle_share
 from lightning_gpu_tools.advice.lines import MIN_SAMPLES
 from lightning_gpu_tools.training.phases import (
     HOST_TO_DEVICE_COPY,
@@ -45,7 +46,7 @@ def syncs_in_step(run: RunMeasurements) -> list[SourceLine]:
 
 def idle_in_step(run: RunMeasurements) -> IdleInStep | None:
     """Return what the GPU waits for inside the training step; ``None`` if unknown."""
-    in_step, watched = run.idle_in_step_share, run.watched
+    in_step, watched = idle_in_step_share(run), run.watched
     if in_step is None or watched is None:
         return None
     by_syncs = 0.0
@@ -53,7 +54,7 @@ def idle_in_step(run: RunMeasurements) -> IdleInStep | None:
     if sum(one.samples for one in syncs) >= _MIN_SYNCS_PER_STEP * watched.steps:
         # While the GPU is idle, the host does not wait for it. So without syncs, a step would still take at least the
         # GPU's idle time, and at least its busy time.
-        busy = 1 - run.idle_share - run.phase_s.get(VALIDATION, 0.0) / run.wall_s
+        busy = 1 - idle_share(run) - run.phase_s.get(VALIDATION, 0.0) / run.wall_s
         by_syncs = min(in_step, max(0.0, busy), _share_of_lines(run, syncs))
     rest = in_step - by_syncs
     host_s = sum(seconds for phase, seconds in run.phase_s.items() if base_phase(phase) == TRAINING_STEP) / run.steps
@@ -82,7 +83,7 @@ def is_tiny(run: RunMeasurements) -> bool:
 def few_active_sms(run: RunMeasurements) -> float | None:
     """Return the percentage of active multiprocessors, if it is low although the GPU looks busy."""
     percent = None if run.gpu is None else run.gpu.sm_active_percent
-    is_busy = (run.busy_percent or 0.0) >= BUSY_PERCENT
+    is_busy = (busy_percent(run) or 0.0) >= BUSY_PERCENT
     return percent if percent is not None and percent < _FEW_SMS_PERCENT and is_busy else None
 
 

@@ -17,6 +17,7 @@ from lightning_gpu_tools.advice.findings import (
     label_of,
 )
 from lightning_gpu_tools.advice.host_phases import longest_group
+from lightning_gpu_tools.advice.idle_time import busy_percent, idle_by_phase, idle_in_step_share
 from lightning_gpu_tools.training.phases import PAUSES, TRAINING_STEP, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_duration
@@ -54,7 +55,7 @@ def why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding], lef
     if verdict == "shared_gpu":
         return findings[0].why
     gpus = "GPUs are" if len(run.ranks) > 1 else "GPU is"
-    gpu = "" if run.busy_percent is None else f"The {gpus} busy {run.busy_percent:.0f}% of the time. "
+    gpu = "" if busy_percent(run) is None else f"The {gpus} busy {busy_percent(run):.0f}% of the time. "
     if verdict == "healthy" or not findings:
         return gpu + (_harmless(run, left_out) or f"Nothing on the host slows {run.activity} down.")
     return gpu + findings[0].why
@@ -113,6 +114,6 @@ def idle_percent(run: RunMeasurements) -> Mapping[str, float]:
     """Return the GPU's idle time outside validation, by phase, in percent of the wall time."""
     if run.gpu_idle is None:
         return {}
-    percent = {phase: 100 * share for phase, share in run.idle_by_phase().items()}
-    in_step = run.idle_in_step_share
+    percent = {phase: 100 * share for phase, share in idle_by_phase(run).items()}
+    in_step = idle_in_step_share(run)
     return percent if in_step is None else {**percent, TRAINING_STEP: 100 * in_step}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_gpu_tools.advice.causes.order import TIME_CAUSES
 from lightning_gpu_tools.advice.findings import Finding, Verdict
 from lightning_gpu_tools.advice.idle_in_step import few_active_sms, is_tiny
+from lightning_gpu_tools.advice.idle_time import busy_percent, idle_in_step_share, worked_share
+from lightning_gpu_tools.advice.order import TIME_CAUSES
 from lightning_gpu_tools.advice.reasons import LeftOut
 from lightning_gpu_tools.training.phases import TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -43,7 +44,7 @@ def judge(
         judgment = _of_busy_percent(run, min_utilization_percent, found, remarks)
     if judgment.verdict == "low":
         return Judgment("low", [*judgment.findings, *others])
-    is_own_work = 100 * run.worked_share >= min_utilization_percent
+    is_own_work = 100 * worked_share(run) >= min_utilization_percent
     return Judgment("shared_gpu", others) if others and not is_own_work else judgment
 
 
@@ -51,15 +52,15 @@ def _of_busy_percent(
     run: RunMeasurements, min_utilization_percent: float, found: Sequence[Finding], remarks: Sequence[Finding]
 ) -> Judgment:
     """Return the judgment on a run on a GPU that reports its utilization, as if no other job used it."""
-    busy_percent = run.busy_percent or 0.0
-    is_busy = busy_percent >= min_utilization_percent and few_active_sms(run) is None
+    percent = busy_percent(run) or 0.0
+    is_busy = percent >= min_utilization_percent and few_active_sms(run) is None
     if is_busy and not any(TIME_CAUSES[one.cause].kind == "busy" for one in found):
         reason = f"a GPU that is busy {min_utilization_percent:.0f}% of the time is well used"
         return Judgment("healthy", remarks, [LeftOut(one, reason) for one in found])
-    idle = 1.0 - busy_percent / 100
+    idle = 1.0 - percent / 100
     in_step = [one for one in found if TIME_CAUSES[one.cause].is_in_step]
     explained = sum(one.share for one in in_step if base_phase(str(one.evidence["phase"])) == TRAINING_STEP)
-    rest = max(0.0, (run.idle_in_step_share or 0.0) - explained)
+    rest = max(0.0, (idle_in_step_share(run) or 0.0) - explained)
     if not found or rest >= _MIN_UNNAMED_IDLE:
         explain = next(cause.explain_rest for cause in TIME_CAUSES.values() if cause.explain_rest is not None)
         found = [*found, explain(run, rest if found else idle)]

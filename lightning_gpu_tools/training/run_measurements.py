@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any, Literal
 
 from lightning_gpu_tools.gpus.metrics import GpuWindow
@@ -24,14 +23,7 @@ TRAINING_STEP, VALIDATION = phases.TRAINING_STEP, phases.VALIDATION
 
 _PAUSED = (*phases.PAUSES, *map(phases.rank_wait_in, phases.PAUSES))
 
-# Our defaults.
-_MIN_SAMPLES = 5  # of a phase, to measure the GPU's idle time in it; with fewer, the whole phase counts as idle
-# The share of gaps between kernels in the time between events. Compared with torch.profiler on an H200, it was 3 to 6%
-# for ResNet-50 and GPT-2, and 33% with hundreds of tiny kernels, whose little work hardly uses the GPU.
-_GAPS = 0.1
-MANY_THREADS = 1.5  # runnable threads of a worker: from here on, a library in it has a thread pool
-_UNSETTLED = 1.10  # first blocks count as warm-up if this much slower: monitoring tools let windows differ by 10%
-_MAX_UNSETTLED_SHARE = 0.25  # of all blocks
+MANY_THREADS = 1.5  # our default: runnable threads of a worker: from here on, a library in it has a thread pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,32 +358,6 @@ class RunMeasurements:
         return ACTIVITIES[self.stage]
 
     @property
-    def idle_share(self) -> float:
-        """Fraction of the wall time in which this rank's GPU was idle outside validation; 1 if unknown."""
-        if self.utilization_percent is None:
-            return 1.0
-        percent = self.utilization_percent if self.own_utilization_percent is None else self.own_utilization_percent
-        training = 1 - self.phase_s.get(VALIDATION, 0.0) / self.wall_s
-        return min((1 - percent / 100) * training, max(0.0, training - self.worked_share))
-
-    @property
-    def worked_share(self) -> float:
-        """Lower bound on the fraction of the wall time in which this rank's GPU worked, by its events; 0 if unknown.
-
-        The driver's utilization lags. In a run of 3.5 s on an H200 it was 51%, and by these events 84%.
-        """
-        if self.gpu_idle is None or not self.steps:
-            return 0.0
-        return min(1.0, (1 - _GAPS) * sum(self.gpu_idle.work_s.values()) / self.step_s)
-
-    @property
-    def busy_percent(self) -> float | None:
-        """The larger of the driver's mean utilization and, with one rank, the work by the GPU's own events."""
-        if self.utilization_percent is None or len(self.ranks) > 1:
-            return self.utilization_percent
-        return max(self.utilization_percent, 100 * self.worked_share)
-
-    @property
     def step_s(self) -> float:
         """Wall time of training per step."""
         return self.wall_s / self.steps
@@ -405,57 +371,3 @@ class RunMeasurements:
     def step_p95_s(self) -> float | None:
         """95th percentile of step times after the warm-up, without pauses."""
         return None if self.step_times is None else self.step_times.p95_s
-
-    @property
-    def busy_cores(self) -> float:
-        """Cores that the training process keeps busy while it is not waiting for data; 1 if not measured."""
-        cpu_s = sum(block.cpu_s for block in self.blocks)
-        working_s = sum(block.wall_s - block.data_loading_s for block in self.blocks)
-        return cpu_s / working_s if cpu_s > 0 and working_s > 0 else 1.0
-
-    def exposed(self, phase: str) -> float:
-        """Return the fraction of a phase in which the GPU was idle; 1 if not measured."""
-        idle = self.gpu_idle
-        if idle is None or idle.seen.get(phase, 0) < _MIN_SAMPLES or idle.host_s.get(phase, 0.0) <= 0:
-            return 1.0
-        return min(1.0, idle.idle_s.get(phase, 0.0) / idle.host_s[phase])
-
-    def lost_share(self, phase: str) -> float:
-        """Return the fraction of the wall time in which the GPU was idle in a phase."""
-        idle = self.gpu_idle
-        if phase == COPY and idle is not None and idle.samples >= _MIN_SAMPLES:
-            # Scaled by steps, not by the host's time, because the host may be far ahead of the GPU's copies.
-            return idle.idle_s.get(COPY, 0.0) / idle.samples * self.steps / self.wall_s
-        return self.exposed(phase) * self.phase_s.get(phase, 0.0) / self.wall_s
-
-    def idle_by_phase(self) -> dict[str, float]:
-        """Return ``lost_share`` for each phase outside the training step. A GPU that waits for other ranks is busy."""
-        busy = (TRAINING_STEP, VALIDATION, phases.RANK_WAIT)
-        outside = {phase for phase in self.phase_s if phases.base_phase(phase) not in busy}
-        return {phase: share for phase in sorted({*outside, COPY}) if (share := self.lost_share(phase)) > 0}
-
-    @property
-    def idle_in_step_share(self) -> float | None:
-        """Fraction of the wall time in which the GPU was idle inside the training step.
-
-        A lower bound if the GPU's own times were not measured, because phases outside the step then count in full.
-        """
-        if not self.on_gpu or self.utilization_percent is None:
-            return None
-        return max(0.0, self.idle_share - sum(self.idle_by_phase().values()))
-
-    @property
-    def idle_residual(self) -> float:
-        """Excess of the phases' idle times over the driver's idle time, as a fraction of the wall time."""
-        if self.gpu_idle is None or self.utilization_percent is None:
-            return 0.0
-        return max(0.0, sum(self.idle_by_phase().values()) - self.idle_share)
-
-
-def without_warm_up(blocks: Sequence[StepBlock]) -> Sequence[StepBlock]:
-    """Drop the first blocks, in which training was still getting faster."""
-    times = [block.step_s for block in blocks]
-    first = 0
-    while first + 1 <= _MAX_UNSETTLED_SHARE * len(blocks) and times[first] > _UNSETTLED * median(times[first + 1 :]):
-        first += 1
-    return blocks[first:]

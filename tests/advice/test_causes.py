@@ -33,6 +33,7 @@ from lightning_gpu_tools.advice.examples import (
 )
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.idle_in_step import idle_in_step
+from lightning_gpu_tools.advice.idle_time import idle_in_step_share
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.training.run_measurements import (
     IdleTimes,
@@ -162,7 +163,7 @@ def test_idle_time_in_a_step_goes_to_one_reason_or_two(
     run = gpu_run({"training_step": ms}, utilization, **watched(operations, line), lines=sampled(at_sync, 100))
     idle = idle_in_step(run)
     assert idle is not None
-    assert sum(idle) == pytest.approx(run.idle_in_step_share)
+    assert sum(idle) == pytest.approx(idle_in_step_share(run))
     assert min(idle) >= 0
     assert not (idle.launches and idle.host_work)
     assert idle.syncs <= utilization / 100 + 1e-9  # a GPU that is idle is not waited for

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import LOADER, a_block, cpu_run, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import MIN_CEILING
+from lightning_gpu_tools.advice.idle_time import idle_share, lost_share, without_warm_up
 from lightning_gpu_tools.training.run_measurements import (
     LoaderSettings,
     LoadingFacts,
     RunMeasurements,
     StepBlock,
-    without_warm_up,
 )
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
@@ -239,7 +239,7 @@ def test_the_laws_of_every_diagnosis(
             assert finding.ceiling >= MIN_CEILING
     assert (diagnosis.verdict == "low") == bool(diagnosis.findings)
     if diagnosis.verdict == "healthy":
-        assert min(run.lost_share("unexplained"), run.idle_share) <= 0.10
+        assert min(lost_share(run, "unexplained"), idle_share(run)) <= 0.10
     later_first = dataclasses.replace(run, blocks=run.blocks[::-1])
     if without_warm_up(run.blocks) == run.blocks and without_warm_up(later_first.blocks) == later_first.blocks:
         # Otherwise what counts as warm-up depends on the order.

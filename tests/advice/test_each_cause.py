@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lightning_gpu_tools.advice.causes import memory, stalls, time
-from lightning_gpu_tools.advice.causes.order import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose, explain_stall
 from lightning_gpu_tools.advice.examples import STEP, gpu_run
+from lightning_gpu_tools.advice.order import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
 
 TRAINING = gpu_run(STEP, 95.0)
 

@@ -14,6 +14,7 @@ from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import contended
 from lightning_gpu_tools.advice.findings import Evidence, Finding, lost_time
 from lightning_gpu_tools.advice.host_phases import longest_group
+from lightning_gpu_tools.advice.idle_time import idle_share
 from lightning_gpu_tools.training.phases import PAUSES, RANK_WAIT
 from lightning_gpu_tools.training.run_measurements import MANY_THREADS, CoreFacts, LoadingFacts, RunMeasurements
 from lightning_gpu_tools.units import format_duration, printable
@@ -29,7 +30,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     cores = run.cores
     assert cores is not None
     assert cores.wait_share is not None
-    share = min(cores.wait_share, run.idle_share, 1.0)
+    share = min(cores.wait_share, idle_share(run), 1.0)
     if share < _MIN_WAITING:
         return
     kind, taken_by, advice = _taken(run, cores)

@@ -24,6 +24,7 @@ from lightning_gpu_tools.advice.findings import (
     lost_time,
     median_interval,
 )
+from lightning_gpu_tools.advice.idle_time import exposed_share, idle_share, without_warm_up
 from lightning_gpu_tools.advice.lines import MIN_SAMPLES, is_of_program, seen_in, sentence, where
 from lightning_gpu_tools.advice.loader_plan import (
     BETWEEN_RUNS,
@@ -48,7 +49,6 @@ from lightning_gpu_tools.training.run_measurements import (
     LoadingFacts,
     RunMeasurements,
     StepBlock,
-    without_warm_up,
 )
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
@@ -101,8 +101,8 @@ def _waiting(run: RunMeasurements) -> Iterator[Finding]:
     step_s = median(block.step_s for block in blocks)
     paused_s = sum(run.phase_s.get(phase, 0.0) for phase in PAUSES)
     # A wait that overlaps GPU work costs nothing.
-    scale = max(0.0, 1 - paused_s / run.wall_s) * run.exposed(DATA_LOADING)
-    share = min(wait_s / step_s * scale, run.idle_share) if step_s > 0 else 0.0
+    scale = max(0.0, 1 - paused_s / run.wall_s) * exposed_share(run, DATA_LOADING)
+    share = min(wait_s / step_s * scale, idle_share(run)) if step_s > 0 else 0.0
     if share <= 0:
         return
     shares = [block.data_loading_s / block.steps / block.step_s for block in blocks if block.step_s > 0]
@@ -112,7 +112,7 @@ def _waiting(run: RunMeasurements) -> Iterator[Finding]:
         "wait_ms_per_step": wait_s * 1e3,
         "step_ms": step_s * 1e3,
         "cores": run.host.cores,
-        "exposed_percent": None if run.gpu_idle is None else 100 * run.exposed(DATA_LOADING),
+        "exposed_percent": None if run.gpu_idle is None else 100 * exposed_share(run, DATA_LOADING),
         "loader": None if run.loader_now is None else run.loader_now.name or None,
     }
     found = lost_time(
@@ -176,13 +176,14 @@ def _of_torch_loader(
     wall_s = max((1 - delayed) * wall_s, min(wall_s, cpu_s or 0.0), 1e-6)
     cost = LoadCost(wall_s=wall_s, cpu_s=cpu_s, batch_bytes=run.batch_bytes)
     own_s = max(step_s - wait_s, 1e-6)
-    step_cpu_s = min(run.busy_cores, run.host.cores) * own_s
+    step_cores = _busy_cores(run)
+    step_cpu_s = min(step_cores, run.host.cores) * own_s
     most = workers_allowed(run.loader_began).most
     plan = plan_loader(
-        loader, cost, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores, most_workers=most
+        loader, cost, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=step_cores, most_workers=most
     )
     tried = max(plan.settings.num_workers, loader.num_workers + 1)
-    after = predict_step(loader, cost, tried, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores)
+    after = predict_step(loader, cost, tried, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=step_cores)
     # The saved part of the wall time. A wait that overlaps GPU work counts only if the GPU was idle.
     saved = [found.share * (step_s - one_s) / wait_s for one_s in after]
     upper, expected, lower = (1 / (1 - one) for one in saved)
@@ -360,6 +361,13 @@ def _has_no_free_core(seen: LoadingFacts) -> bool:
 def _waits_less(run: RunMeasurements) -> bool:
     waits, third = [block.data_loading_s / block.steps for block in run.blocks], len(run.blocks) // 3
     return len(waits) >= _MIN_COLD_BLOCKS and median(waits[-third:]) <= _COLD_WAIT * median(waits[:third])
+
+
+def _busy_cores(run: RunMeasurements) -> float:
+    """Return how many cores the training process keeps busy while it does not wait for data; 1 if not measured."""
+    cpu_s = sum(block.cpu_s for block in run.blocks)
+    working_s = sum(block.wall_s - block.data_loading_s for block in run.blocks)
+    return cpu_s / working_s if cpu_s > 0 and working_s > 0 else 1.0
 
 
 def _cpu_times(run: RunMeasurements, load_cpu_s: float, step_cpu_s: float) -> str:

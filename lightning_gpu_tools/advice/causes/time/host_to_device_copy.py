@@ -13,6 +13,7 @@ from lightning_gpu_tools.advice.examples import COPIES, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import Finding, lost_time
 from lightning_gpu_tools.advice.host_phases import lost_in, phases_of
 from lightning_gpu_tools.advice.idle_in_step import MIN_SHARE
+from lightning_gpu_tools.advice.idle_time import idle_share, lost_share
 from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
 
 _BEGINS = "Moving batches to the device takes"
@@ -30,8 +31,8 @@ def _on_cpu(run: RunMeasurements) -> Iterator[Finding]:
 
 
 def _to_gpu(run: RunMeasurements) -> Iterator[Finding]:
-    between = 0.0 if run.gpu_idle is None else run.lost_share(COPY)
-    share = min(between, run.idle_share)
+    between = 0.0 if run.gpu_idle is None else lost_share(run, COPY)
+    share = min(between, idle_share(run))
     if share < MIN_SHARE:
         return
     copy_s = share * run.step_s

@@ -12,6 +12,7 @@ from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
 from lightning_gpu_tools.advice.findings import Finding, lost_time
 from lightning_gpu_tools.advice.idle_in_step import caveat_of_larger_batch, idle_in_step, is_tiny, larger_batch
+from lightning_gpu_tools.advice.idle_time import idle_in_step_share
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
 
 # Our defaults.
@@ -23,7 +24,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if not run.on_gpu:
         return
     idle, tiny = idle_in_step(run), is_tiny(run)
-    share = (run.idle_in_step_share or 0.0) if tiny else 0.0 if idle is None else idle.launches
+    share = (idle_in_step_share(run) or 0.0) if tiny else 0.0 if idle is None else idle.launches
     if share < _MIN_SHARE:
         return
     evidence = {

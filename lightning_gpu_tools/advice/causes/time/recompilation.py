@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Finding, lost_time
+from lightning_gpu_tools.advice.idle_time import idle_share
 from lightning_gpu_tools.advice.lines import in_words, is_of_program
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, Recompiled, RunMeasurements
 from lightning_gpu_tools.units import printable
@@ -28,7 +29,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     count, seconds = sum(one.count for one in again), sum(one.seconds for one in again)
     if count < _MIN_COUNT:
         return
-    share = min(run.idle_share, seconds / run.wall_s)
+    share = min(idle_share(run), seconds / run.wall_s)
     reason = printable(again[0].reason.partition("\n")[0].partition("  #")[0].strip(), _MAX_REASON)
     lines = [
         f"{in_words(one.file, one.line, one.function)} ({100 * one.seconds / max(seconds, 1e-9):.0f}%)"

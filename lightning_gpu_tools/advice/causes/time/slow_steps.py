@@ -15,6 +15,7 @@ from itertools import pairwise
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import cpu_run
 from lightning_gpu_tools.advice.findings import Evidence, Finding, label_of, lost_time
+from lightning_gpu_tools.advice.idle_time import exposed_share, idle_in_step_share, idle_share
 from lightning_gpu_tools.training.phases import DATA_LOADING, TRAINER, TRAINING_STEP, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps, StepTimes
 
@@ -96,9 +97,9 @@ def _is_explained(finding: Finding, others: Sequence[Finding]) -> bool:
 def _lost(run: RunMeasurements, slow: SlowSteps) -> float:
     share = min(slow.excess_s / run.wall_s, 1.0)
     if base_phase(slow.phase) != TRAINING_STEP:
-        return min(share * run.exposed(slow.phase), run.idle_share)
+        return min(share * exposed_share(run, slow.phase), idle_share(run))
     # While the GPU is busy, the host may only be waiting for it.
-    in_step = run.idle_in_step_share
+    in_step = idle_in_step_share(run)
     return share if in_step is None else min(share, in_step)
 
 

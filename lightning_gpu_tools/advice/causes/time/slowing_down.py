@@ -20,6 +20,7 @@ from lightning_gpu_tools.advice.findings import (
     lost_time,
     median_interval,
 )
+from lightning_gpu_tools.advice.idle_time import exposed_share, idle_share
 from lightning_gpu_tools.training.phases import MONITORING, PAUSES, RANK_WAIT, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, StepBlock
 from lightning_gpu_tools.units import format_bytes
@@ -60,7 +61,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     longer_s = [block.steps * max(0.0, own_s - first_s) for block, own_s in zip(run.blocks, steps_s, strict=True)]
     share = sum(longer_s) / run.wall_s
     if base_phase(phase) != TRAINING_STEP:  # even while the GPU is busy, a step may have more to do
-        share = min(share * run.exposed(phase), run.idle_share)
+        share = min(share * exposed_share(run, phase), idle_share(run))
     kind, what = _what_changed(run)
     percent = 100 * added_s[phase] / (whole_s or 1.0)
     evidence: Evidence = {

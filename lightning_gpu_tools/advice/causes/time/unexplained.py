@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import STEP, cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import MAX_UNNAMED, Finding, lost_time
+from lightning_gpu_tools.advice.idle_time import idle_share, lost_share
 from lightning_gpu_tools.training.phases import OUTSIDE_LOOP, TRAINER, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
 from lightning_gpu_tools.units import format_duration
@@ -40,7 +41,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     for phase in lines:
         if phase not in run.phase_s:
             continue
-        seconds, share = run.phase_s[phase], min(run.lost_share(phase), run.idle_share)
+        seconds, share = run.phase_s[phase], min(lost_share(run, phase), idle_share(run))
         yield lost_time(
             run,
             "unexplained",
