@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from trainings import Model, Samples, hide, loader, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, patches
 from lightning_gpu_tools.reports.report_file import load_report
-from lightning_gpu_tools.trainer import compat, wrappers
+from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.training import compat as torch_compat
 from lightning_gpu_tools.training.rank_exchange import RankExchange, RankPlace
 
@@ -38,10 +38,10 @@ ITERATOR = "_MultiProcessingDataLoaderIter"
 @pytest.mark.parametrize(
     ("module", "gone", "unseen"),
     [
-        (wrappers, "on_run_end", "_FitLoop.on_run_end"),
-        (wrappers, "val_loop", "_TrainingEpochLoop.val_loop"),
-        (wrappers, "save_checkpoint", "Trainer.save_checkpoint"),
-        (wrappers, "profile", "PassThroughProfiler.profile"),
+        (patches, "on_run_end", "_FitLoop.on_run_end"),
+        (patches, "val_loop", "_TrainingEpochLoop.val_loop"),
+        (patches, "save_checkpoint", "Trainer.save_checkpoint"),
+        (patches, "profile", "PassThroughProfiler.profile"),
         (compat, "_batches_that_stepped", None),  # the optimizer's step is nearly always the same
         (compat, "_iterator", "the DataLoader's iterator"),
         (torch_compat, "_workers", f"{ITERATOR}._workers"),

@@ -19,12 +19,13 @@ from lightning_gpu_tools import (
     GPUUtilizationMonitor,
     NumWorkersFinder,
     PortableCheckpointIO,
+    patches,
 )
 from lightning_gpu_tools.loaders import plan, workers
 from lightning_gpu_tools.loaders.passes import Loading
 from lightning_gpu_tools.loaders.settings import SHUT_DOWN_WORKERS
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
-from lightning_gpu_tools.trainer import compat, num_workers_finder, wrappers
+from lightning_gpu_tools.trainer import compat, num_workers_finder
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks
 from lightning_gpu_tools.trainer.fit_timer import EvaluationTimer, FitTimer
 from lightning_gpu_tools.trainer.measuring_callback import STEP_HOOKS, FitSession, MeasuringCallback
@@ -170,7 +171,7 @@ PRIVATE_NAMES = [
     [
         *PRIVATE_NAMES,
         (workers, SHUT_DOWN_WORKERS),
-        *[(wrappers, name) for name in ("process_dataloader", compat.AFTER_ERROR, compat.AFTER_RUN)],
+        *[(patches, name) for name in ("process_dataloader", compat.AFTER_ERROR, compat.AFTER_RUN)],
     ],
 )
 def test_a_missing_private_name_changes_nothing(
