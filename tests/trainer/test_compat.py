@@ -72,7 +72,7 @@ def test_a_fit_whose_start_is_unseen_has_no_report(
     weights: list[torch.Tensor],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    hide(monkeypatch, wrappers, "on_run_start")
+    hide(monkeypatch, patches, "on_run_start")
     _, trained = train(tmp_path, GPUUtilizationMonitor(), GPUUtilizationAdvisor())
     assert "has no report, because this version of Lightning lacks _FitLoop.on_run_start" in capsys.readouterr().out
     assert all(map(torch.equal, trained, weights))
