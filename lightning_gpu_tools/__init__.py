@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.checkpoints.weights import load_weights
     from lightning_gpu_tools.errors import LightningGpuToolsError
     from lightning_gpu_tools.loaders.search import find_loader_settings
+    from lightning_gpu_tools.memory.free_memory import free_memory
     from lightning_gpu_tools.reports.report_file import load_report
     from lightning_gpu_tools.selection.picking import list_gpus, select_gpus
     from lightning_gpu_tools.trainer.accelerator import FreeMemoryCUDAAccelerator
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.trainer.load_from_checkpoint import load_from_checkpoint
     from lightning_gpu_tools.trainer.num_workers_finder import NumWorkersFinder
     from lightning_gpu_tools.trainer.watch import watch
-    from lightning_gpu_tools.training.free_memory import free_memory
 
 _MODULE_OF = {
     "ExactResume": "trainer.exact_resume",
@@ -35,7 +35,7 @@ _MODULE_OF = {
     "NumWorkersFinder": "trainer.num_workers_finder",
     "PortableCheckpointIO": "trainer.checkpoint_plugin",
     "find_loader_settings": "loaders.search",
-    "free_memory": "training.free_memory",
+    "free_memory": "memory.free_memory",
     "list_gpus": "selection.picking",
     "load_from_checkpoint": "trainer.load_from_checkpoint",
     "load_report": "reports.report_file",

@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.advice.loader_plan import LoaderResult, LoaderTrial
     from lightning_gpu_tools.checkpoints.weights import LoadReport
     from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading
+    from lightning_gpu_tools.memory.free_memory import FreedMemory
     from lightning_gpu_tools.reports.report import Report
     from lightning_gpu_tools.selection.picking import GpuSelection
     from lightning_gpu_tools.trainer.watch import TrainingWatch
-    from lightning_gpu_tools.training.free_memory import FreedMemory
     from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 _MODULE_OF = {
     "Diagnosis": "advice.findings",
     "Finding": "advice.findings",
-    "FreedMemory": "training.free_memory",
+    "FreedMemory": "memory.free_memory",
     "GpuClaim": "gpus.readings",
     "GpuProcess": "gpus.readings",
     "GpuReading": "gpus.readings",

@@ -9,8 +9,8 @@ from sample_report import FINDING, GIB, REPORT
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, OtherProcess
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.timeline import Series
+from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.training.memory_readings import MemoryLine
 from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 

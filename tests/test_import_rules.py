@@ -28,13 +28,15 @@ HOMES: dict[str, set[str]] = {
     "lightning_utilities": {"trainer"},
     "pynvml": {"gpus/nvml"},
     "matplotlib": {"reports/plot"},
-    "torch": {"dry_run/recorder", "trainer", "runs", "loaders", "training", "checkpoints", "cli"},
+    "torch": {"dry_run/recorder", "trainer", "runs", "loaders", "memory", "training", "checkpoints", "cli"},
 }
 # Decisions on data: they use nothing but the standard library, and nothing of it that asks the world outside.
 PURE = [
     "advice/*",
     "advice/causes/*",
     "advice/causes/*/*",
+    "memory/caching_allocator",
+    "memory/readings",
     "selection/ranking",
     "selection/visibility",
     "checkpoints/key_*",

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from lightning_gpu_tools.advice.caching_allocator import CachingAllocator, block_size
-from lightning_gpu_tools.training.memory_readings import RecordedStep, RecordedSteps
+from lightning_gpu_tools.memory.caching_allocator import CachingAllocator, block_size
+from lightning_gpu_tools.memory.readings import RecordedStep, RecordedSteps
 
 # Our defaults.
 _SPARE = 0.02  # of the memory, left free by a search

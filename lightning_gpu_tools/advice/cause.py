@@ -9,7 +9,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth
+from lightning_gpu_tools.memory.readings import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 # The best machine on which a cause was found in a real run; "measurements": so far only in synthetic measurements.

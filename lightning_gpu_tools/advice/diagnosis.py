@@ -21,7 +21,7 @@ from lightning_gpu_tools.advice.order import STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, OutOfMemory
 from lightning_gpu_tools.advice.reasons import LeftOut, idle_percent, next_step, of_short_run, why, why_not
 from lightning_gpu_tools.advice.verdict import Judgment, by_gain, judge
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth
+from lightning_gpu_tools.memory.readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.stall_facts import StallFacts

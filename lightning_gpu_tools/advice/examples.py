@@ -16,7 +16,7 @@ from lightning_gpu_tools.advice.out_of_memory import (
 )
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.host import HostBudget
-from lightning_gpu_tools.training.memory_readings import (
+from lightning_gpu_tools.memory.readings import (
     Block,
     MemoryHoldings,
     MemoryReading,

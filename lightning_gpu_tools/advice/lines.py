@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_gpu_tools.training.memory_readings import MemoryLine
+from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.training.phases import base_phase
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.units import format_bytes, printable

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_gpu_tools.gpus.metrics import GpuSample
-from lightning_gpu_tools.training.memory_readings import (
+from lightning_gpu_tools.memory.readings import (
     MemoryHoldings,
     MemoryLine,
     MemoryReading,

@@ -10,7 +10,7 @@ from lightning_gpu_tools.advice.lines import holding, in_words
 from lightning_gpu_tools.advice.memory_remedies import needed_bytes
 from lightning_gpu_tools.advice.order import MEMORY_CAUSES
 from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, OutOfMemory
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth
+from lightning_gpu_tools.memory.readings import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 

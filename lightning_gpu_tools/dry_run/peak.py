@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_gpu_tools.training.memory_readings import Block, Stack
+from lightning_gpu_tools.memory.readings import Block, Stack
 
 # Functions of torch in which the training thread runs backward, and in which backward recomputes activations.
 _BACKWARD = ("_engine_run_backward", "unpack_hook")

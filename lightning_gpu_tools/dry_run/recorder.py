@@ -35,9 +35,7 @@ from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.dry_run.peak import Peak, ends_of, find_peak, parts_at, phase_of
 from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, Moment, Plan, ProcessRecord
 from lightning_gpu_tools.loaders.settings import batch_shape
-from lightning_gpu_tools.trainer.import_hooks import when_imported
-from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.memory_blocks import (
+from lightning_gpu_tools.memory.blocks import (
     MemoryRecorder,
     by_line,
     events_with_growth,
@@ -45,9 +43,11 @@ from lightning_gpu_tools.training.memory_blocks import (
     recorded_events,
     segments,
 )
-from lightning_gpu_tools.training.memory_counters import read_memory
-from lightning_gpu_tools.training.memory_holdings import fixed_sizes_of, plain_tensors, workspace_sizes_of
-from lightning_gpu_tools.training.memory_readings import Block, MemoryLine, RecordedStep, RecordedSteps, Segment
+from lightning_gpu_tools.memory.counters import read_memory
+from lightning_gpu_tools.memory.holdings import fixed_sizes_of, plain_tensors, workspace_sizes_of
+from lightning_gpu_tools.memory.readings import Block, MemoryLine, RecordedStep, RecordedSteps, Segment
+from lightning_gpu_tools.trainer.import_hooks import when_imported
+from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.source_lines import line_in
 from lightning_gpu_tools.units import printable
 

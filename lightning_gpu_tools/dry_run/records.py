@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from lightning_gpu_tools.training.memory_readings import MemoryLine
+from lightning_gpu_tools.memory.readings import MemoryLine
 
 # The environment variable with the folder of the dry run, and file names in this folder.
 VARIABLE = "LIGHTNING_GPU_TOOLS_DRY_RUN"

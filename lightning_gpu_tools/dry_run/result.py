@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 
 from lightning_gpu_tools.advice.lines import in_words, is_of_program
 from lightning_gpu_tools.dry_run.records import Moment, ProcessRecord
+from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.reports.last_run import min_free_for
 from lightning_gpu_tools.simulated.models import MODELS
-from lightning_gpu_tools.training.memory_readings import MemoryLine
 from lightning_gpu_tools.units import format_bytes
 
 SCHEMA_VERSION = 1

@@ -19,9 +19,9 @@ from lightning_gpu_tools.advice.memory_account import OTHER_PROCESSES, PARTS, Me
 from lightning_gpu_tools.advice.order import MEMORY_CAUSES
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.reports.gpu_table import gpu_lines, gpu_sentences
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, Report
-from lightning_gpu_tools.training.memory_readings import MemoryLine
 from lightning_gpu_tools.training.phases import IN_WORKER, RANK_WAIT, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, line_width, printable, wrapped
 

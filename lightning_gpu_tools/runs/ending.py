@@ -19,12 +19,12 @@ from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape
+from lightning_gpu_tools.memory.blocks import MemoryRecorder, by_line, live_blocks
+from lightning_gpu_tools.memory.counters import read_memory
+from lightning_gpu_tools.memory.readings import MemoryLine, MemoryReading
 from lightning_gpu_tools.reports.report import COMPLETED
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.memory_blocks import MemoryRecorder, by_line, live_blocks
-from lightning_gpu_tools.training.memory_counters import read_memory
-from lightning_gpu_tools.training.memory_readings import MemoryLine, MemoryReading
 from lightning_gpu_tools.training.step_clock import StepClock
 
 # Our defaults.

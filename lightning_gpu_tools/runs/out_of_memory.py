@@ -24,14 +24,14 @@ from lightning_gpu_tools.advice.out_of_memory import (
 )
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
+from lightning_gpu_tools.memory.holdings import count_holdings
+from lightning_gpu_tools.memory.readings import MemoryGrowth, MemoryLine, MemoryReading, RankMemory
 from lightning_gpu_tools.processes import INIT, process_stat
 from lightning_gpu_tools.runs.ending import AllocatorFailure, Ending
 from lightning_gpu_tools.runs.ranks import Ranks
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.selection.visibility import whole_or_instances
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.memory_holdings import count_holdings
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine, MemoryReading, RankMemory
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UNEXPLAINED, VALIDATION
 from lightning_gpu_tools.training.source_lines import line_in
 

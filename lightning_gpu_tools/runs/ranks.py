@@ -15,9 +15,9 @@ import msgspec
 from lightning_gpu_tools.advice.memory_account import MemoryAccount, account_for
 from lightning_gpu_tools.gpus.metrics import GpuSample, GpuSummary
 from lightning_gpu_tools.gpus.readings import not_none
+from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.runs.run import gpu_readings
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
-from lightning_gpu_tools.training.memory_readings import RankMemory
 from lightning_gpu_tools.training.rank_exchange import Entry, RankExchange
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import number_ranges

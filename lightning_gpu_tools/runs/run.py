@@ -15,10 +15,10 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.loaders.inside import Inside
+from lightning_gpu_tools.memory.counters import MemoryCounters
+from lightning_gpu_tools.memory.holdings import Training
 from lightning_gpu_tools.selection.visibility import shown_uuid
 from lightning_gpu_tools.training.line_sampler import WorkerLines
-from lightning_gpu_tools.training.memory_counters import MemoryCounters
-from lightning_gpu_tools.training.memory_holdings import Training
 from lightning_gpu_tools.training.rank_exchange import RankPlace
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoaderSettings, Stage

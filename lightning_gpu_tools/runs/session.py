@@ -23,6 +23,7 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits, sampler
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.watch import GpuWatch
+from lightning_gpu_tools.memory.history import MemoryHistory
 from lightning_gpu_tools.reports.report import COMPLETED
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.failures import failure_of, worker_exits
@@ -36,7 +37,6 @@ from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.cores import CoreUsers
-from lightning_gpu_tools.training.memory_history import MemoryHistory
 from lightning_gpu_tools.training.phases import CAPTURED, OPTIMIZER, is_backward
 from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.run_measurements import RunMeasurements

@@ -15,6 +15,7 @@ import torch
 from typing_extensions import override
 
 from lightning_gpu_tools.gpus.sampler import Phase
+from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.patches import Patches, after, before
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.failures import FETCH, noting_index
@@ -25,7 +26,6 @@ from lightning_gpu_tools.training import phases
 from lightning_gpu_tools.training.compat import keep_from_compiler
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.line_sampler import WORKER_LOOP, WorkerLines
-from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.step_clock import StepClock
 

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR
+from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.runs.failures import FETCH, noting_index
 from lightning_gpu_tools.runs.run import Timer
@@ -24,7 +25,6 @@ from lightning_gpu_tools.trainer.facts import MOVE_BATCH, LoopRun
 from lightning_gpu_tools.trainer.families import family_of
 from lightning_gpu_tools.training import compat, phases
 from lightning_gpu_tools.training.line_sampler import WORKER_LOOP, WorkerLines
-from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.stopwatch import Account

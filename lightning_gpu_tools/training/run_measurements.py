@@ -5,14 +5,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training import phases
-from lightning_gpu_tools.training.memory_readings import RankMemory
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.training.storage import Storage
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.memory.readings import RankMemory
 
 # What a Trainer does: its method, and in words. A loop without a Trainer is "fit".
 Stage = Literal["fit", "validate", "test", "predict"]

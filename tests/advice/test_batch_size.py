@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.batch_size import NOT_RECORDED, bound_by_failure, largest_batch, split
-from lightning_gpu_tools.training.memory_readings import Block, RecordedStep, RecordedSteps, Segment
+from lightning_gpu_tools.memory.readings import Block, RecordedStep, RecordedSteps, Segment
 
 GIB, MIB = 2**30, 2**20
 WEIGHT, STATE, GRADIENT = 1, 2, 3

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, account_for
 from lightning_gpu_tools.gpus.metrics import GpuSample
 from lightning_gpu_tools.gpus.readings import GpuProcess
-from lightning_gpu_tools.training.memory_readings import MemoryHoldings, MemoryReading, RankMemory, StepMemory
+from lightning_gpu_tools.memory.readings import MemoryHoldings, MemoryReading, RankMemory, StepMemory
 
 GIB = 2**30
 

@@ -16,7 +16,7 @@ from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import FLAT, GIB, GROWING, MIB, an_error, counted_steps, gpu_run
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage, is_out_of_memory, parse
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
-from lightning_gpu_tools.training.memory_readings import (
+from lightning_gpu_tools.memory.readings import (
     Block,
     MemoryGrowth,
     MemoryLine,

@@ -32,7 +32,7 @@ from lightning_gpu_tools.advice.examples import (
 )
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.order import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth
+from lightning_gpu_tools.memory.readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, PHASES, SELF_LOG, TRAINER, base_phase
 from lightning_gpu_tools.training.run_measurements import CoreUser, LoadingFacts, RunMeasurements
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_gpu_tools.dry_run.peak import ends_of, find_peak, parts_at, phase_of
-from lightning_gpu_tools.training.memory_readings import Block
+from lightning_gpu_tools.memory.readings import Block
 
 
 def stack(*frames: tuple[str, str]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from lightning_gpu_tools.dry_run.result import (
     result,
 )
 from lightning_gpu_tools.dry_run.text import render
-from lightning_gpu_tools.training.memory_readings import MemoryLine
+from lightning_gpu_tools.memory.readings import MemoryLine
 
 GIB, MIB = 2**30, 2**20
 COMPLETE = ProcessRecord(

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 from trainings import Boom, Samples, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, watch
-from lightning_gpu_tools.advice.caching_allocator import CachingAllocator
+from lightning_gpu_tools.memory.blocks import segments
+from lightning_gpu_tools.memory.caching_allocator import CachingAllocator
+from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
-from lightning_gpu_tools.training.memory_blocks import segments
-from lightning_gpu_tools.training.memory_readings import RankMemory
 
 WIDTH, DEPTH = 1024, 6
 

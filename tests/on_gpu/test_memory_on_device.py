@@ -21,12 +21,12 @@ from trainings import logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, watch
 from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools.memory import counters
+from lightning_gpu_tools.memory.holdings import workspace_sizes
+from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
-from lightning_gpu_tools.training import memory_counters
-from lightning_gpu_tools.training.memory_holdings import workspace_sizes
-from lightning_gpu_tools.training.memory_readings import RankMemory
 
 MIB, GIB = 2**20, 2**30
 WIDTH, BATCH = 2048, 4096
@@ -59,7 +59,7 @@ def batches(steps: int, batch_size: int = BATCH) -> DataLoader[torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def _every_step_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(memory_counters, "_BUDGET_S", 1e9)
+    monkeypatch.setattr(counters, "_BUDGET_S", 1e9)
     gc.collect()  # an earlier Trainer, whose model would count as before training
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -14,9 +14,10 @@ from trainings import Model, Samples, loader, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, watch
 from lightning_gpu_tools.gpus.watch import GpuWatch
+from lightning_gpu_tools.memory import counters
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.report_file import load_report
-from lightning_gpu_tools.training import compat, memory_counters
+from lightning_gpu_tools.training import compat
 
 BUFFER_BYTES = 2**28
 
@@ -106,7 +107,7 @@ STEPS = 80
 # Where a fact comes from: what the report calls it.
 SOURCES = {
     (GpuWatch, "trained_on"): "the GPU's metrics",
-    (memory_counters, "count_holdings"): "torch's memory counters",
+    (counters, "count_holdings"): "torch's memory counters",
     (compat, "has_context"): "CUDA contexts",
 }
 

@@ -12,10 +12,10 @@ from lightning.pytorch import Callback, Trainer
 from trainings import Model, Samples, background_threads, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
+from lightning_gpu_tools.memory.history import MemoryHistory
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs import run_report
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
-from lightning_gpu_tools.training.memory_history import MemoryHistory
 
 
 class WaitFor(Callback):

@@ -27,7 +27,7 @@ from lightning_gpu_tools import (
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.memory_errors import early_warnings
 from lightning_gpu_tools.advice.order import TIME_CAUSES
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth
+from lightning_gpu_tools.memory.readings import MemoryGrowth
 from lightning_gpu_tools.types import Report
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")

@@ -19,8 +19,8 @@ from trainings import Boom, Model, Raise, Samples, Tunable, background_threads, 
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder
 from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools.memory import history
 from lightning_gpu_tools.reports.report_file import load_report
-from lightning_gpu_tools.training import memory_history
 
 
 def train(
@@ -87,7 +87,7 @@ def test_without_a_gpu_the_report_holds_the_hosts_part(tmp_path: Path, capfd: py
 def test_growing_memory_is_reported_while_there_is_time_to_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of the run is a millisecond here."""
     for name, seconds in {"_EARLY_INTERVAL_S": 0.00025, "_FIRST_ALARM_S": 0.012, "_ALARM_EVERY_S": 0.3}.items():
-        monkeypatch.setattr(memory_history, name, seconds)
+        monkeypatch.setattr(history, name, seconds)
     kept = []
     # New pages of the kernel's: a list or a tensor may fit into what earlier tests freed and the process still holds.
     new_pages = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE

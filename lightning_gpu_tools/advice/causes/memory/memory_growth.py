@@ -16,7 +16,7 @@ from lightning_gpu_tools.advice.findings import Finding, new_finding
 from lightning_gpu_tools.advice.lines import holding
 from lightning_gpu_tools.advice.memory_remedies import fewer_workers, in_validation, why_host_is_full
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, OutOfMemory
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine
+from lightning_gpu_tools.memory.readings import MemoryGrowth, MemoryLine
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, Stage
 from lightning_gpu_tools.units import format_bytes, format_duration
 

@@ -15,7 +15,7 @@ from lightning_gpu_tools.advice.examples import FLAT, GIB, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
 from lightning_gpu_tools.advice.memory_remedies import needed_bytes
 from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth
+from lightning_gpu_tools.memory.readings import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import HeldContext, RunMeasurements
 from lightning_gpu_tools.units import format_bytes, number_ranges
 

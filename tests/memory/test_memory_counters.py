@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from trainings import HandClock
 
-from lightning_gpu_tools.training import memory_counters
-from lightning_gpu_tools.training.memory_counters import MemoryCounters
-from lightning_gpu_tools.training.memory_holdings import count_holdings
-from lightning_gpu_tools.training.memory_readings import MemoryReading
+from lightning_gpu_tools.memory import counters
+from lightning_gpu_tools.memory.counters import MemoryCounters
+from lightning_gpu_tools.memory.holdings import count_holdings
+from lightning_gpu_tools.memory.readings import MemoryReading
 from lightning_gpu_tools.training.step_clock import StepClock
 
 
@@ -112,8 +112,8 @@ class Loop:
         self.reads = 0
         self.fault: Exception | None = None
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(memory_counters, "perf_counter", self.time)
-        monkeypatch.setattr(memory_counters, "read_memory", self._read)
+        monkeypatch.setattr(counters, "perf_counter", self.time)
+        monkeypatch.setattr(counters, "read_memory", self._read)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (2**32, 2**33))
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda gpu: 1.0, raising=False)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=2**33))

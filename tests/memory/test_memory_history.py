@@ -12,8 +12,8 @@ import pytest
 from trainings import HandClock
 
 from lightning_gpu_tools.host import read_host_budget
-from lightning_gpu_tools.training import memory_history
-from lightning_gpu_tools.training.memory_history import MemoryHistory, steady_growth
+from lightning_gpu_tools.memory import history
+from lightning_gpu_tools.memory.history import MemoryHistory, steady_growth
 
 GIB, MIB = 2**30, 2**20
 
@@ -49,7 +49,7 @@ def test_what_does_not_grow_to_the_end_is_no_alarm(sizes: list[float]) -> None:
 @pytest.fixture(autouse=True)
 def room(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = replace(read_host_budget(), memory_available_bytes=64 * GIB)
-    monkeypatch.setattr(memory_history, "read_host_budget", lambda: budget)
+    monkeypatch.setattr(history, "read_host_budget", lambda: budget)
 
 
 class Host:
@@ -59,8 +59,8 @@ class Host:
         self.clock = HandClock()
         self.began_s = self.clock()
         self.process_bytes: Callable[[float], float] = lambda seconds: GIB
-        monkeypatch.setattr(memory_history, "monotonic", self.clock)
-        monkeypatch.setattr(memory_history, "resident_memory_bytes", lambda: int(self.process_bytes(self.seconds)))
+        monkeypatch.setattr(history, "monotonic", self.clock)
+        monkeypatch.setattr(history, "resident_memory_bytes", lambda: int(self.process_bytes(self.seconds)))
 
     @property
     def seconds(self) -> float:
@@ -92,9 +92,7 @@ def test_an_alarm_looks_as_far_ahead_as_growth_was_seen(host: Host, hours_left: 
 
 
 def test_the_workers_growth_is_not_the_processs(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        memory_history, "private_memory_bytes", lambda pids: [GIB + 10 * MIB * host.seconds for _ in pids]
-    )
+    monkeypatch.setattr(history, "private_memory_bytes", lambda pids: [GIB + 10 * MIB * host.seconds for _ in pids])
     memory, _ = host.sample(60, worker_pids=lambda: [1, 2, 3])
     (growth,) = memory.growth()
     assert growth.whose == "workers"

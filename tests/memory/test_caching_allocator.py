@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.advice.caching_allocator import CachingAllocator, block_size
-from lightning_gpu_tools.training.memory_readings import Segment
+from lightning_gpu_tools.memory.caching_allocator import CachingAllocator, block_size
+from lightning_gpu_tools.memory.readings import Segment
 
 MIB = 2**20
 sizes = st.one_of(st.integers(1, 2048), st.integers(1, 2 * MIB), st.integers(1, 64 * MIB))

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.training import memory_blocks
-from lightning_gpu_tools.training.memory_blocks import blocks_at_peak, by_line, events_with_growth, peak_bytes
-from lightning_gpu_tools.training.memory_holdings import workspace_sizes
-from lightning_gpu_tools.training.memory_readings import Block, MemoryLine
+from lightning_gpu_tools.memory import blocks
+from lightning_gpu_tools.memory.blocks import blocks_at_peak, by_line, events_with_growth, peak_bytes
+from lightning_gpu_tools.memory.holdings import workspace_sizes
+from lightning_gpu_tools.memory.readings import Block, MemoryLine
 
 PACKAGES = sysconfig.get_path("purelib")
 
@@ -26,7 +26,7 @@ def frame(path: str, line: int, name: str) -> dict[str, object]:
 
 LINEAR = frame(f"{PACKAGES}/torch/nn/functional.py", 1, "linear")
 FIT = frame(f"{PACKAGES}/lightning/pytorch/trainer/trainer.py", 2, "fit")
-OURS = frame(memory_blocks.__file__, 3, "called")
+OURS = frame(blocks.__file__, 3, "called")
 NET = frame(os.path.join(os.getcwd(), "net.py"), 41, "forward")
 IN_A_LIST = frame(os.path.join(os.getcwd(), "net.py"), 57, "<listcomp>")
 SCRIPT = frame(os.path.join(os.getcwd(), "train.py"), 9, "<module>")

@@ -10,8 +10,8 @@ from typing import get_args
 
 from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.host import private_memory_bytes, read_host_budget, resident_memory_bytes
-from lightning_gpu_tools.training.memory_counters import MemoryCounters
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth, Whose
+from lightning_gpu_tools.memory.counters import MemoryCounters
+from lightning_gpu_tools.memory.readings import MemoryGrowth, Whose
 
 # Our defaults.
 _MAX_HISTORY_POINTS = 500

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_gpu_tools.memory.readings import Block, MemoryLine, Segment, Stack
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.memory_readings import Block, MemoryLine, Segment, Stack
 from lightning_gpu_tools.training.source_lines import Seen, line_in
 
 # Our defaults.

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.memory_blocks import (
+from lightning_gpu_tools.memory.blocks import (
     MemoryRecorder,
     blocks_at_peak,
     by_line,
@@ -22,14 +21,14 @@ from lightning_gpu_tools.training.memory_blocks import (
     recorded_events,
     segments,
 )
-from lightning_gpu_tools.training.memory_holdings import (
+from lightning_gpu_tools.memory.holdings import (
     Training,
     count_gradients,
     count_holdings,
     fixed_sizes_of,
     weights_of,
 )
-from lightning_gpu_tools.training.memory_readings import (
+from lightning_gpu_tools.memory.readings import (
     MemoryHoldings,
     MemoryLine,
     MemoryReading,
@@ -39,6 +38,7 @@ from lightning_gpu_tools.training.memory_readings import (
     Segment,
     StepMemory,
 )
+from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.step_clock import StepClock
 
 # Our defaults.

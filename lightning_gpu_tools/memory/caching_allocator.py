@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable
 
-from lightning_gpu_tools.training.memory_readings import Segment
+from lightning_gpu_tools.memory.readings import Segment
 
 # The constants kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc, kLargeBuffer and kRoundLarge.
 _MIN_BLOCK = 512

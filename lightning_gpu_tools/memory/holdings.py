@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from lightning_gpu_tools.training.memory_blocks import live_blocks
-from lightning_gpu_tools.training.memory_readings import MemoryHoldings
+from lightning_gpu_tools.memory.blocks import live_blocks
+from lightning_gpu_tools.memory.readings import MemoryHoldings
 
 # Attributes of DeepSpeed's optimizers (0.19: ZeRO 3; 1 and 2).
 _MASTER_WEIGHTS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
