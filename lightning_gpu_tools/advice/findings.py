@@ -99,12 +99,14 @@ class Diagnosis:
     def summary(self) -> dict[str, str | float | None]:
         """Return the verdict, the first finding and the speed as a flat dictionary, for tables and loggers.
 
-        ``cause``, ``share`` and ``ceiling`` are those of the first finding, ``None`` without one.
+        ``cause``, ``cause_share`` and ``max_speedup`` are those of the first finding, ``None`` without one.
         """
-        first = self.findings[0] if self.findings else None
+        first = next(iter(self.findings), None)
         return {
             "verdict": self.verdict,
-            **{name: getattr(first, name, None) for name in ("cause", "share", "ceiling")},
+            "cause": None if first is None else first.cause,
+            "cause_share": None if first is None else first.share,
+            "max_speedup": None if first is None else first.ceiling,
             "waiting_share": self.waiting_share,
             "step_p50_s": self.step_p50_s,
             "step_p95_s": self.step_p95_s,

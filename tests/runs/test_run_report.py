@@ -127,6 +127,7 @@ def test_every_logger_gets_the_summary_as_far_as_it_can_show_it(
     report = load_report(broken.log_dir)
     summary = report.diagnosis.summary()
     numbers = {f"gpu_tools/{name}": value for name, value in summary.items() if isinstance(value, float)}
+    assert {"cause", "cause_share", "max_speedup"} <= summary.keys()
     assert {"gpu_tools/waiting_share", "gpu_tools/step_p50_s", "gpu_tools/step_p95_s"} <= numbers.keys()
     metrics = logged(Path(csv.log_dir)).items()
     assert {name: values[89] for name, values in metrics if name.startswith("gpu_tools/")} == numbers
