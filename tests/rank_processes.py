@@ -30,7 +30,6 @@ processes.set_forkserver_preload(
         "matplotlib.figure",
         "lightning_gpu_tools.trainer.gpu_utilization_advisor",
         "lightning_gpu_tools.trainer.gpu_utilization_monitor",
-        "lightning_gpu_tools.reports.page",
         "lightning_gpu_tools.reports.plot",
         "lightning_gpu_tools.runs.run_report",
     ]

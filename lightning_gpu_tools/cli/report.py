@@ -12,6 +12,7 @@ from dataclasses import asdict
 from lightning_gpu_tools.cli import options
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, render_comparison
+from lightning_gpu_tools.reports.page import render_page
 from lightning_gpu_tools.reports.report import FILE_NAME, Report
 from lightning_gpu_tools.reports.report_file import find_report, load_report
 from lightning_gpu_tools.reports.schema import as_json, to_json
@@ -87,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
         elif args.format == "json":
             print(to_json(report), end="")
         else:
-            from lightning_gpu_tools.reports.page import render_page  # it imports matplotlib
+            from lightning_gpu_tools.reports.plot import svg_of  # it imports matplotlib
 
-            print(render_page(report), end="")
+            print(render_page(report, svg_of(report)), end="")
         return 0
     try:
         new_file, old_file = _found(args.file), _found(args.against)

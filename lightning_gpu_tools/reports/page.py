@@ -1,4 +1,4 @@
-"""The report of a training run as an HTML page without scripts (needs the ``plot`` extra)."""
+"""The report of a training run as an HTML page without scripts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from lightning_gpu_tools.advice.findings import gain, label_of
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount
 from lightning_gpu_tools.files import replacing
 from lightning_gpu_tools.reports.gpu_table import gpu_rows
-from lightning_gpu_tools.reports.plot import svg_of
 from lightning_gpu_tools.reports.report import PAGE_NAME, Report
 from lightning_gpu_tools.reports.text import (
     LINE_COLUMNS,
@@ -68,25 +67,32 @@ tbody th {{ font-weight: 400; }}
 
 
 def save_page(report: Report, folder: str | os.PathLike[str]) -> Path:
-    """Write ``gpu_report.html`` completely or not at all, and return its path; an OSError propagates."""
+    """Write ``gpu_report.html`` completely or not at all, and return its path (needs the ``plot`` extra).
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    from lightning_gpu_tools.reports.plot import svg_of
+
     target = Path(folder) / PAGE_NAME
     with replacing(str(target)) as file:
-        file.write(render_page(report).encode())
+        file.write(render_page(report, svg_of(report)).encode())
     return target
 
 
-def render_page(report: Report) -> str:
-    """Return the report as a page of at most 150 kB: verdict, reason and advice, the picture, and the tables."""
+def render_page(report: Report, picture: str = "") -> str:
+    """Return the report as a page of at most 150 kB: verdict, reason and advice, the picture as SVG, and the tables."""
     title = f"GPU report of {report.settings.get('model') or 'a run'}"
-    return _PAGE.format(title=_escaped(title), content="\n".join(_content(report)))
+    return _PAGE.format(title=_escaped(title), content="\n".join(_content(report, picture)))
 
 
-def _content(report: Report) -> Iterator[str]:
+def _content(report: Report, picture: str) -> Iterator[str]:
     yield f"<h1>{_escaped(verdict_line(report))}</h1>"
     yield _paragraph(report.outcome)
     yield _list(paragraphs(report).items())
-    picture = svg_of(report).replace("<svg", '<svg role="img" aria-label="Picture of the run; the tables follow"', 1)
-    yield f'<div class="wide" tabindex="0">{picture}</div>'
+    if picture:
+        svg = picture.replace("<svg", '<svg role="img" aria-label="Picture of the run; the tables follow"', 1)
+        yield f'<div class="wide" tabindex="0">{svg}</div>'
     yield from map(_paragraph, sentences(report))
     yield _table(
         f"Where the {format_duration(report.wall_s)} went", ("phase", "time", "share", "per step"), _time(report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import logging
 import math
 import os
@@ -26,6 +27,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import process_id
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
+from lightning_gpu_tools.reports.page import render_page
 from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RUNNING, Report
 from lightning_gpu_tools.reports.report_file import WRITE_EVERY_S, ReportFile, run_folder
 from lightning_gpu_tools.reports.text import in_color, render_text
@@ -243,7 +245,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
 def _log_summary(report: Report, text: str, logger: Any, step: int) -> None:
     parts = report.memory[0].parts_bytes if report.memory else {}
     sizes = {f"memory_{name}_bytes": float(size) for name, size in parts.items()}
-    summary = {**report.diagnosis.summary(), **sizes, "report": text}
+    summary = {**report.diagnosis.summary(), **sizes}
     separator = getattr(logger, "group_separator", "/")
     named = {f"gpu_tools{separator}{name}": value for name, value in summary.items()}
     numbers = {name: value for name, value in named.items() if isinstance(value, float) and math.isfinite(value)}
@@ -252,24 +254,34 @@ def _log_summary(report: Report, text: str, logger: Any, step: int) -> None:
     for name, value in named.items():
         if isinstance(value, str):
             _log_text(logger, name, value, step)
+    _log_page(logger, f"gpu_tools{separator}report", report, text, step)
 
 
 def _log_text(logger: Any, name: str, text: str, step: int) -> None:
     # Lightning's loggers share no method for texts, and CSV files have no place for them.
     experiment: Any = getattr(logger, "experiment", None)  # Lightning's base class does not have it
-    is_long = "\n" in text
-    if hasattr(experiment, "add_text"):  # TensorBoard, which shows it as Markdown
-        experiment.add_text(name, textwrap.indent(text, "    ") if is_long else text, step)
-    elif hasattr(experiment, "set_tag") and is_long:  # MLflow, whose tags are short
-        experiment.log_text(logger.run_id, text, f"{name}.txt")
-    elif hasattr(experiment, "set_tag"):
+    if hasattr(experiment, "add_text"):  # TensorBoard
+        experiment.add_text(name, text, step)
+    elif hasattr(experiment, "set_tag"):  # MLflow
         experiment.set_tag(logger.run_id, name, text)
-    elif hasattr(experiment, "log_other") and is_long:  # Comet, which truncates log_other after 1,000 characters
-        experiment.log_asset_data(text, name=f"{name}.txt")
-    elif hasattr(experiment, "log_other"):
+    elif hasattr(experiment, "log_other"):  # Comet
         experiment.log_other(name, text)
     elif hasattr(experiment, "summary"):  # Weights & Biases
         experiment.summary[name] = text
+
+
+def _log_page(logger: Any, name: str, report: Report, text: str, step: int) -> None:
+    """Send the report as a page, without its picture, which is not drawn yet; or as text to TensorBoard."""
+    experiment: Any = getattr(logger, "experiment", None)
+    if hasattr(experiment, "add_text"):  # TensorBoard, which shows it as Markdown
+        experiment.add_text(name, textwrap.indent(text, "    "), step)
+    elif hasattr(experiment, "set_tag"):  # MLflow
+        experiment.log_text(logger.run_id, render_page(report), f"{name}.html")
+    elif hasattr(experiment, "log_other"):  # Comet
+        experiment.log_asset_data(render_page(report), name=f"{name}.html")
+    elif hasattr(experiment, "summary") and "wandb" in sys.modules:  # Weights & Biases
+        page = sys.modules["wandb"].Html(io.StringIO(render_page(report)), inject=False)  # without W&B's style sheet
+        logger.log_metrics({name: page}, step)
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ class Page(HTMLParser):
 @pytest.mark.parametrize(("nodes", "gpus", "seconds"), SIZES)
 def test_picture_and_page_of_any_job_are_small(tmp_path: Path, nodes: int, gpus: int, seconds: float) -> None:
     report = simulated_report(nodes=nodes, gpus=gpus, seconds=seconds)
-    assert len(render_page(report).encode()) <= 150_000
+    assert len(render_page(report, svg_of(report)).encode()) <= 150_000
     picture = save_plot(report, tmp_path).read_bytes()
     width, height = struct.unpack(">II", picture[16:24])
     assert (width, 250 < height < 1500) == (1440, True)
@@ -104,7 +104,7 @@ def test_text_of_a_report_is_never_markup() -> None:
         confirmation=EVIL,
         unseen=(EVIL,),
     )
-    text = render_page(hostile)
+    text = render_page(hostile, svg_of(hostile))
     before, _, picture = text.partition("<svg")
     picture, _, after = picture.partition("</svg>")
     page = Page(before + after)

@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogg
 from trainings import Model, Samples, loader, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
+from lightning_gpu_tools.reports.page import render_page
 from lightning_gpu_tools.reports.text import render_text
 
 # The last value of each metric, and each text.
@@ -46,6 +47,8 @@ def wandb(folder: Path) -> tuple[Logger, Callable[[], Kept]]:
 
     def read() -> Kept:
         kept = dict(logger.experiment.summary)
+        page = Path(logger.experiment.dir, kept["gpu_tools/report"]["path"])
+        kept["gpu_tools/report"] = page.read_text()
         logger.experiment.finish()
         return kept, kept
 
@@ -59,7 +62,7 @@ def mlflow(folder: Path) -> tuple[Logger, Callable[[], Kept]]:
     def read() -> Kept:
         client, run = logger.experiment, logger.run_id
         kept = client.get_run(run).data
-        report = Path(client.download_artifacts(run, "gpu_tools/report.txt")).read_text()
+        report = Path(client.download_artifacts(run, "gpu_tools/report.html")).read_text()
         return kept.metrics, {**kept.tags, "gpu_tools/report": report}
 
     return logger, read
@@ -74,7 +77,7 @@ def comet(folder: Path) -> tuple[Logger, Callable[[], Kept]]:
         with zipfile.ZipFile(archive) as file:
             messages = [json.loads(line) for line in file.read("messages.json").splitlines()]
             uploads = [one["payload"] for one in messages if one["type"] == "file_upload"]
-            (report,) = [one for one in uploads if "gpu_tools/report.txt" in str(one["additional_params"])]
+            (report,) = [one for one in uploads if "gpu_tools/report.html" in str(one["additional_params"])]
             report_text = file.read(report["file_path"]).decode()
         metrics = [one["payload"]["metric"] for one in messages if one["type"] == "metric_msg"]
         texts = {one["payload"]["key"]: one["payload"]["value"] for one in messages if one["type"] == "log_other"}
@@ -156,8 +159,8 @@ def test_a_logger_keeps_metrics_summary_and_report(
     ours = {name: values for name, values in logged(Path(csv.log_dir)).items() if name.startswith("gpu")}
     last = {name: values[max(values)] for name, values in ours.items()}
     assert {"gpu/0/utilization_percent/mean", "gpu/0/memory_used_bytes", "gpu_tools/step_p50_s"} <= last.keys()
-    for _, read in made.values():
+    for library, (_, read) in made.items():
         metrics, texts = read()
         assert {name: metrics[name] for name in last} == pytest.approx(last, rel=1e-6)  # TensorBoard keeps 32 bits
         assert texts["gpu_tools/verdict"] == report.diagnosis.verdict
-        assert texts["gpu_tools/report"] == render_text(report)
+        assert texts["gpu_tools/report"] == (render_text if library == "tensorboard" else render_page)(report)
