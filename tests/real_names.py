@@ -18,11 +18,15 @@ VARIABLES = {
     "LIGHTNING_GPU_TOOLS": "advise",
     "LIGHTNING_GPU_TOOLS_CLAIMS_DIR": "/.*",
     "LIGHTNING_GPU_TOOLS_DISABLE": "1",
+    "LIGHTNING_GPU_TOOLS_NOTIFY": ".*",
     "CUDA_VISIBLE_DEVICES": r"[\w,-]+",
     "NCCL_DEBUG": "WARN|INFO|TRACE",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "TORCH_DISTRIBUTED_DEBUG": "INFO|DETAIL",
 }
+# Variables of the user's own command in LIGHTNING_GPU_TOOLS_NOTIFY.
+TOLD = ("EVENT", "OUTCOME", "VERDICT", "WHY", "NEXT", "REPORT", "HOST", "SCRIPT")
+VARIABLES |= {f"LIGHTNING_GPU_TOOLS_{name}": ".*" for name in TOLD}
 _MODULES = (
     *("lightning_gpu_tools", "lightning_gpu_tools.strategies", "lightning_gpu_tools.types", "builtins"),
     *("lightning.pytorch", "lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.plugins.io"),

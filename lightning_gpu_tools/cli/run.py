@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--advise",
         action="store_true",
-        help="Add the monitor and the advisor to every Lightning Trainer in CMD. With no other option, claim no GPU.",
+        help="Add the monitor and the advisor to every Lightning Trainer in CMD. With no other option, claim no GPU. "
+        "A shell command in LIGHTNING_GPU_TOOLS_NOTIFY is run when a training ends, fails or hangs.",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="The command and its arguments.")
     parser.set_defaults(run=run)

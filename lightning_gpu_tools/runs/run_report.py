@@ -28,10 +28,11 @@ from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import process_id
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
 from lightning_gpu_tools.reports.page import render_page
-from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RUNNING, Report
+from lightning_gpu_tools.reports.report import COMPLETED, PREVIOUS_NAME, RUNNING, Report
 from lightning_gpu_tools.reports.report_file import WRITE_EVERY_S, ReportFile, run_folder
 from lightning_gpu_tools.reports.text import in_color, render_text
 from lightning_gpu_tools.runs import drawing
+from lightning_gpu_tools.runs.notify import notify
 from lightning_gpu_tools.runs.ranks import MemoryShare, own_share
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.run_recorder import HostReading, RunRecorder
@@ -214,7 +215,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
     """
     lines = [""]
     written: list[str] = []
-    is_written = False
+    path = ""
     with _failure_added_to(lines, "The report could not be compared with the previous one"):
         earlier = earlier_report(file.folder)
         confirmation = None if earlier is None else confirm(report, earlier)
@@ -222,7 +223,6 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
             report = dataclasses.replace(report, confirmation=confirmation)
     with _failure_added_to(lines, f"The report could not be written to {printable_path(file.folder)}"):
         path = file.save(report)
-        is_written = True
         written.append(f"Report: {_shown(path)}")
         with _failure_added_to(lines, "The report could not be drawn"):
             if names := drawing.start(report, file.folder, say):
@@ -237,8 +237,13 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
         for logger in run.loggers:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
                 _log_summary(report, text, logger, run.logged_step - 1)
-    if is_written and report.diagnosis.verdict == "low":
+    if path and report.diagnosis.verdict == "low":
         written += _how_to_verify(file)
+    with _failure_added_to(lines, "The notification failed"):
+        diagnosis = report.diagnosis
+        texts = {"verdict": diagnosis.verdict, "why": diagnosis.why, "next_step": diagnosis.next_step}
+        is_end = report.outcome == COMPLETED
+        notify("end" if is_end else "error", file.folder, outcome=report.outcome, report=path, **texts)
     say("\n".join([*lines, *written]))
 
 

@@ -114,9 +114,18 @@ class Session:
     # Opening
 
     def monitor(
-        self, *, devices: Literal["trainer", "all"], interval_s: float, gpm: bool, stall_after_s: StallAfter
+        self,
+        *,
+        devices: Literal["trainer", "all"],
+        interval_s: float,
+        gpm: bool,
+        stall_after_s: StallAfter,
+        folder: str | None,
     ) -> None:
-        """Enable logging, stall watch and report; call this before training begins."""
+        """Enable logging, stall watch and report; call this before training begins.
+
+        ``folder`` is that of the report, if there will be one.
+        """
         self._is_monitored = True
         self._sampling = {"devices": devices, "interval_s": interval_s, "gpm": gpm}
         if stall_after_s is not None and self.stall_watch is None:
@@ -128,6 +137,7 @@ class Session:
                 stall_after_s,
                 is_trial=lambda: self.timer.is_trial,
                 write_report=self.background.run_now,
+                folder=folder,
             )
             self._threads.append(self.stall_watch.jobs)
 

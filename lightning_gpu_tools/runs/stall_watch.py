@@ -20,6 +20,8 @@ from lightning_gpu_tools.advice.diagnosis import explain_stall
 from lightning_gpu_tools.advice.stall_patience import Patience, is_excused, limit_s
 from lightning_gpu_tools.advice.stalls import Stall, describe_rank, headline, where
 from lightning_gpu_tools.errors import StalledTrainingWarning
+from lightning_gpu_tools.reports.report import FILE_NAME
+from lightning_gpu_tools.runs.notify import notify
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.collective_record import called_collectives
@@ -82,14 +84,18 @@ class StallWatch:
         *,
         is_trial: Callable[[], bool],
         write_report: Callable[[], None],
+        folder: str | None,
     ) -> None:
-        """Start the watch; ``is_trial`` returns whether a tuner runs a trial."""
+        """Start the watch.
+
+        ``is_trial`` returns whether a tuner runs a trial; ``folder`` is that of the report, if there will be one.
+        """
         self.stalls: tuple[Stall, ...] = ()
         self.notes: list[str] = []  # messages for the training thread to print in `pass_on`
         self.beats = 0  # validation batches begun, which the clock does not count
         self.ended: str | None = None  # the outcome, at the end
         self._clock, self._place, self._board = clock, place, board
-        self._is_trial, self._write_report = is_trial, write_report
+        self._is_trial, self._write_report, self._folder = is_trial, write_report, folder
         self._thread, self._native_thread = threading.get_ident(), threading.get_native_id()
         self._interval_s = min(_MAX_INTERVAL_S, limit_s(stall_after_s, 0.0, is_rare=False) / _POLLS)
         self._patience = Patience(stall_after_s, self._interval_s)
@@ -277,6 +283,10 @@ class StallWatch:
         self._is_reported = True
         self._write_report()
         self._say("\n".join(lines))
+        if self._place.rank == 0 and self._folder is not None:
+            report = os.path.join(self._folder, FILE_NAME) if self._clock.ran else ""
+            texts = {"outcome": lines[0], "why": found.why, "next_step": found.advice}
+            notify("stall", self._folder, report=report, **texts)
 
     def _change_stall(self, **changes: Any) -> None:
         self.stalls = (*self.stalls[:-1], replace(self.stalls[-1], **changes))

@@ -9,8 +9,9 @@ from typing_extensions import override
 
 from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.environment import is_disabled
-from lightning_gpu_tools.reports.report import FOLDER_NAME
+from lightning_gpu_tools.reports.report import COMPLETED, FOLDER_NAME
 from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.runs.notify import notify
 from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say, say_verdict, warn_if_not_writable
 from lightning_gpu_tools.runs.stall_watch import check_stall_after
 from lightning_gpu_tools.trainer.families import Trainer
@@ -44,7 +45,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
     Loggers get a summary as ``gpu_tools/...``. The file is also written at least once a minute, in case the process is
     killed. With the ``plot`` extra, a child process then draws ``gpu_report.png`` and ``gpu_report.html``, unless the
     run is too short for a verdict. Without a GPU, the report covers only the host. A failure of the monitor never stops
-    training.
+    training. A shell command in ``LIGHTNING_GPU_TOOLS_NOTIFY`` is run when a run with a report ends, fails or stalls.
 
     ``validate``, ``test`` and ``predict`` of the Trainer have reports of the same form, in folders of these names below
     that one; a step is then one batch. Loggers get nothing of them.
@@ -109,7 +110,11 @@ class GPUUtilizationMonitor(MeasuringCallback):
             if trainer.is_global_zero:
                 warn_if_not_writable(self._folder)
         session.monitor(
-            devices=self.devices, interval_s=self.interval_s, gpm=self.gpm, stall_after_s=self.stall_after_s
+            devices=self.devices,
+            interval_s=self.interval_s,
+            gpm=self.gpm,
+            stall_after_s=self.stall_after_s,
+            folder=self._folder if self.report else None,
         )
 
     @override
@@ -126,7 +131,11 @@ class GPUUtilizationMonitor(MeasuringCallback):
 
     @override
     def _ended(self, trainer: Trainer, session: FitSession, outcome: str) -> None:
-        if session.recorder is None or not self.report:  # training has not begun
+        if not self.report:
+            return
+        if session.recorder is None:  # training has not begun
+            if trainer.is_global_zero and outcome != COMPLETED:
+                notify("error", self._folder, outcome=outcome)
             return
         if not trainer.is_global_zero:
             if session.ending.out_of_memory is not None and (diagnosis := session.diagnosis()) is not None:

@@ -48,7 +48,8 @@ def watch(
     is a run of its own: a process whose ``RANK`` is not 0 writes its report to the folder's subfolder ``rank_<RANK>``.
 
     With Fabric, clipping, saving and moving a batch have their own phases, and metrics go to its loggers every 50
-    batches. ``LIGHTNING_GPU_TOOLS_DISABLE=1`` turns all of this off.
+    batches. ``LIGHTNING_GPU_TOOLS_DISABLE=1`` turns all of this off. A shell command in
+    ``LIGHTNING_GPU_TOOLS_NOTIFY`` is run when the loop ends, fails or stalls.
 
     Args:
         fabric: A ``Fabric`` of ``lightning`` or ``lightning_fabric``, after its ``launch``.
@@ -176,9 +177,11 @@ class _Training:
         session = Session(run, lambda clock, enter: LoopTimer(run, fabric, clock, enter, self._after_step))
         assert isinstance(session.timer, LoopTimer)
         self.session, self.timer = session, session.timer
-        session.monitor(devices="trainer", interval_s=interval_s, gpm=True, stall_after_s=stall_after_s)
-        self._advisor = Advisor(session, thresholds)
         self._folder = run.folder_in(folder)
+        session.monitor(
+            devices="trainer", interval_s=interval_s, gpm=True, stall_after_s=stall_after_s, folder=self._folder
+        )
+        self._advisor = Advisor(session, thresholds)
         self._running: RunningReport | None = None
         self._next_step = 0.0
 
