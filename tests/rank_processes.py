@@ -57,6 +57,7 @@ def start_ranks(
         env = {name: str(number) for name, number in place.items() if ranks > 1}
         if ranks > 1:
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+            env["TORCH_FR_BUFFER_SIZE"] = "2000"  # as docs/hanging_training.md says for torch before 2.13
         if machines:
             env |= machines[rank].variables()
         process = processes.Process(target=_run, args=(folder, rank, env, function, options or {}))

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from lightning_gpu_tools.arguments import check_seconds, checked
-from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.reports.report import COMPLETED, FOLDER_NAME
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs.notify import notify
@@ -16,7 +15,6 @@ from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish
 from lightning_gpu_tools.runs.stall_watch import check_stall_after
 from lightning_gpu_tools.trainer.families import Trainer
 from lightning_gpu_tools.trainer.measuring_callback import FitSession, MeasuringCallback
-from lightning_gpu_tools.training.compat import keep_collective_records
 
 
 class GPUUtilizationMonitor(MeasuringCallback):
@@ -82,8 +80,6 @@ class GPUUtilizationMonitor(MeasuringCallback):
     ) -> None:
         check_seconds(interval_s, "interval_s")
         check_stall_after(stall_after_s)
-        if stall_after_s is not None and not is_disabled():
-            keep_collective_records()
         if devices not in ("trainer", "all"):
             raise ValueError(f'devices must be "trainer" or "all", got {devices!r}.')
         super().__init__()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -57,24 +56,13 @@ def own_store() -> Any:
 
 
 _COLLECTIVE_RECORDS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # gloo's, since torch 2.8; NCCL's, since 2.5
-_RECORD_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the name since torch 2.8, the older one
-_RECORD_SIZE = "2000"  # collectives of all groups: torch's default since 2.13 at the latest
-
-
-def keep_collective_records() -> None:
-    """Make process groups that start later keep torch's record of collectives (the flight recorder).
-
-    Since torch 2.13, torch keeps it by default. A size that the user has set is respected.
-    """
-    if torch.__version__ < "2.13" and not any(name in os.environ for name in _RECORD_SIZES):
-        module = getattr(torch._C, "_distributed_c10d", None)
-        os.environ[_RECORD_SIZES[0 if hasattr(module, _COLLECTIVE_RECORDS[0]) else 1]] = _RECORD_SIZE
 
 
 def collective_records() -> list[bytes]:
     """Return torch's records of the collectives that this process has called, as JSON.
 
-    They have no stacks, for which torch would import its compiler in 5 to 20 s. Without the records, only the stacks of
+    They have no stacks, for which torch would import its compiler in 5 to 20 s. Since torch 2.13 at the latest, torch
+    keeps them by default; before that, ``TORCH_FR_BUFFER_SIZE`` has to be set. Without the records, only the stacks of
     the training threads show where ranks wait.
     """
     module = getattr(torch._C, "_distributed_c10d", None)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from rank_processes import run_ranks
-from torch.torch_version import TorchVersion
 
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.collective_record import called_collectives
@@ -22,7 +21,6 @@ HAS_RECORD = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
 
 def call_some(folder: Path, rank: int) -> None:
     """Call collectives in two groups, the last one on rank 0 alone."""
-    compat.keep_collective_records()
     distributed.init_process_group("gloo")
     pair = distributed.new_group([0, 1], group_desc="pair")
     for _ in range(12):
@@ -100,31 +98,3 @@ def test_without_a_record_of_this_form_there_are_no_calls(
         if record is not None:
             monkeypatch.setattr(torch._C._distributed_c10d, name, lambda: record, raising=False)
     assert called_collectives() == ()
-
-
-NEW, OLD = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
-
-
-@pytest.mark.parametrize(
-    ("version", "knows_new_name", "users", "kept"),
-    [
-        ("2.13.0", True, {}, {}),
-        ("2.10.0+cu128", True, {}, {NEW: "2000"}),
-        ("2.6.0", False, {}, {OLD: "2000"}),
-        ("2.10.0", True, {OLD: "20"}, {OLD: "20"}),
-    ],
-)
-def test_older_versions_are_asked_to_keep_a_record(
-    monkeypatch: pytest.MonkeyPatch, version: str, knows_new_name: bool, users: dict[str, str], kept: dict[str, str]
-) -> None:
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    if knows_new_name:
-        monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", bytes, raising=False)
-    else:
-        monkeypatch.delattr(torch._C._distributed_c10d, "_dump_fr_trace_json", raising=False)
-    for name in (NEW, OLD):
-        monkeypatch.setenv(name, "")  # restored later, whatever the function sets
-        monkeypatch.delenv(name)
-    os.environ.update(users)
-    compat.keep_collective_records()
-    assert {name: os.environ[name] for name in (NEW, OLD) if name in os.environ} == kept
