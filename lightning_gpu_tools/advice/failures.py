@@ -28,8 +28,7 @@ class Failure(NamedTuple):
         return f"{self.what[0].upper()}{self.what[1:]}. {self.next_step}"
 
 
-# A worker adds this note to an error of the dataset; see runs.ending.
-INDEX_NOTE = "At index {} of the dataset."
+# The note that a worker adds to an error of the dataset; see training.compat.
 _INDEX = re.compile(r"At index (.{1,100}) of the dataset\.")
 _IN_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process (\d+)\.")
 _NO_SPACE = re.compile(r"unable to (?:allocate|open|write) (?:to )?shared memory|No space left on device")

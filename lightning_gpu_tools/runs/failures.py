@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from types import FrameType
-from typing import Any
 
 from lightning_gpu_tools.advice.failures import (
-    INDEX_NOTE,
     Failure,
     WorkerExit,
     failure_of_dataset,
@@ -20,10 +17,6 @@ from lightning_gpu_tools.host import shared_memory_bytes
 from lightning_gpu_tools.loaders.workers import OF_LIVING_WORKERS, wait_for_exit_codes
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.units import printable
-
-# The private function of torch.utils.data that loads the samples of a batch. Without it, an error lacks the index.
-FETCH = "_utils.fetch._MapDatasetFetcher.fetch"
 
 
 def worker_exits(run: Run, error: BaseException) -> list[WorkerExit]:
@@ -46,33 +39,8 @@ def failure_of(error: BaseException, exits: Sequence[WorkerExit], oom_kills: int
     if is_pickling and any("torch/utils/data/" in code.co_filename for code in codes):
         return not_picklable(str(error))
     dead = failure_of_workers(exits, oom_kills, shm_bytes)
-    return dead or failure_of_dataset(str(error), _index_of(frames), shm_bytes)
-
-
-def noting_index(fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wrap the loading of a batch's samples to add the dataset's index to errors, even in workers (Python 3.11)."""
-
-    def fetched(self: Any, indices: Any) -> Any:
-        try:
-            return fetch(self, indices)
-        except Exception as error:
-            index = _index_of(_frames(error))
-            if index is not None and hasattr(error, "add_note"):
-                error.add_note(INDEX_NOTE.format(index))
-            raise
-
-    return fetched
+    return dead or failure_of_dataset(str(error), compat.index_of(frames), shm_bytes)
 
 
 def _frames(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-
-
-def _index_of(frames: Sequence[FrameType]) -> str | None:
-    """Return the index with which torch requested a sample from the dataset."""
-    for caller, frame in reversed(list(pairwise(frames))):
-        if caller.f_code.co_filename.endswith("torch/utils/data/_utils/fetch.py"):
-            names = frame.f_code.co_varnames
-            is_request = frame.f_code.co_name == "__getitem__" and len(names) > 1
-            return printable(repr(frame.f_locals.get(names[1])), 50) if is_request else None
-    return None

@@ -135,6 +135,7 @@ class Session:
                 self.run.place,
                 board,
                 stall_after_s,
+                stacks=self.timer.worker_lines.stacks,
                 is_trial=lambda: self.timer.is_trial,
                 write_report=self.background.run_now,
                 folder=folder,

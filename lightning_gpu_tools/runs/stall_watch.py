@@ -28,7 +28,7 @@ from lightning_gpu_tools.training.collective_record import called_collectives
 from lightning_gpu_tools.training.phases import CHECKPOINT, base_phase
 from lightning_gpu_tools.training.rank_exchange import Board, RankPlace
 from lightning_gpu_tools.training.stacks import (
-    ForkedStacks,
+    WorkerStacks,
     activity,
     cpu_seconds,
     frames_of,
@@ -82,6 +82,7 @@ class StallWatch:
         board: Board,
         stall_after_s: float | Literal["auto"],
         *,
+        stacks: WorkerStacks,
         is_trial: Callable[[], bool],
         write_report: Callable[[], None],
         folder: str | None,
@@ -95,6 +96,7 @@ class StallWatch:
         self.beats = 0  # validation batches begun, which the clock does not count
         self.ended: str | None = None  # the outcome, at the end
         self._clock, self._place, self._board = clock, place, board
+        self._stacks = stacks
         self._is_trial, self._write_report, self._folder = is_trial, write_report, folder
         self._thread, self._native_thread = threading.get_ident(), threading.get_native_id()
         self._interval_s = min(_MAX_INTERVAL_S, limit_s(stall_after_s, 0.0, is_rare=False) / _POLLS)
@@ -104,7 +106,6 @@ class StallWatch:
         self._groups: tuple[GroupCalls, ...] = ()
         self._written = 0
         self._is_reported = self._is_closed = False
-        self._stacks = ForkedStacks()
         self.jobs = BackgroundJobs()
         self.jobs.add("Watching for stalls", self._poll)
 
@@ -116,7 +117,6 @@ class StallWatch:
         self.jobs.close()
         if ended is not None:
             self._publish()
-        self._stacks.close()
 
     def pass_on(self) -> None:
         """Warn, in the training thread, about stalls that are over."""

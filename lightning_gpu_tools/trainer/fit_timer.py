@@ -18,7 +18,6 @@ from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.patches import Patches, after, before
 from lightning_gpu_tools.runs.ending import Ending
-from lightning_gpu_tools.runs.failures import FETCH, noting_index
 from lightning_gpu_tools.runs.run import Timer
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of, overrides
@@ -116,7 +115,6 @@ class FitTimer(Timer):
         self._patches = Patches()
         self._wrap = partial(self._patches.put, trainer)
         self.worker_lines = WorkerLines()
-        self._patches.put(torch.utils.data, FETCH, noting_index)  # before workers are forked
         self._patches.put(torch.utils.data, WORKER_LOOP, self.worker_lines.sampled)
         self._time_run()
 

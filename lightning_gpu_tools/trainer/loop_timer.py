@@ -19,7 +19,6 @@ from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR
 from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.patches import Patches
-from lightning_gpu_tools.runs.failures import FETCH, noting_index
 from lightning_gpu_tools.runs.run import Timer
 from lightning_gpu_tools.trainer.facts import MOVE_BATCH, LoopRun
 from lightning_gpu_tools.trainer.families import family_of
@@ -115,7 +114,6 @@ class LoopTimer(Timer):
             torch_optimizer.register_optimizer_step_pre_hook(partial(self._safely, self._optimizer_begins)),
             torch_optimizer.register_optimizer_step_post_hook(partial(self._safely, self._optimizer_ends)),
         ]
-        put(torch.utils.data, FETCH, noting_index)  # before workers are forked
         put(torch.utils.data, WORKER_LOOP, self.worker_lines.sampled)
         put(torch.autograd, "backward", self._meeting_backward)
         if self._run.place.world_size > 1:

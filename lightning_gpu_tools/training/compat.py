@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 
 from lightning_gpu_tools.collector import frames_kept
+from lightning_gpu_tools.units import printable
 
 
 def matmul_precision() -> str | None:
@@ -165,6 +168,35 @@ def is_batch_ready(iterator: object) -> bool | None:
 def worker_loop() -> Any:
     """Return the main function of a DataLoader's worker. Without it, no source line of a worker is reported."""
     return getattr(getattr(getattr(torch.utils.data, "_utils", None), "worker", None), "_worker_loop", None)
+
+
+# Of torch.utils.data: loads the samples of a batch. Without it, an error of a dataset in a worker lacks the index.
+FETCH = "_utils.fetch._MapDatasetFetcher.fetch"
+
+
+def noting_index(fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Wrap ``FETCH`` to note the dataset's index in its errors, for ``advice.failures``. Needs Python 3.11."""
+
+    def fetched(self: Any, indices: Any) -> Any:
+        try:
+            return fetch(self, indices)
+        except Exception as error:
+            index = index_of([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
+            if index is not None and hasattr(error, "add_note"):
+                error.add_note(f"At index {index} of the dataset.")
+            raise
+
+    return fetched
+
+
+def index_of(frames: Sequence[FrameType]) -> str | None:
+    """Return the index with which torch requested a sample from the dataset. Without it, as without ``FETCH``."""
+    for caller, frame in reversed(list(pairwise(frames))):
+        if caller.f_code.co_filename.endswith("torch/utils/data/_utils/fetch.py"):
+            names = frame.f_code.co_varnames
+            is_request = frame.f_code.co_name == "__getitem__" and len(names) > 1
+            return printable(repr(frame.f_locals.get(names[1])), 50) if is_request else None
+    return None
 
 
 def gpu_sleep() -> Any:

@@ -25,15 +25,18 @@ from statistics import median
 from types import FrameType
 from typing import Any, ClassVar
 
+import torch
 from typing_extensions import override
 
 from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.files import scratch_prefix
+from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, MONITORING, PAUSES, base_phase, is_backward
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.source_lines import LineCounts, line_of
+from lightning_gpu_tools.training.stacks import WorkerStacks, write_stack_at_signal
 from lightning_gpu_tools.training.step_clock import StepClock
 
 SWITCH_S = 0.0001  # 2% of Python's default: see above
@@ -225,9 +228,12 @@ class _WorkerSampler(_Sampler):
         self._save()
 
 
-def _sampled_loop(folder: str, *args: Any, **kwargs: Any) -> Any:
+def _sampled_loop(folder: str, stacks: str, *args: Any, **kwargs: Any) -> Any:
     """Run the loop of a worker with sampling. A module-level function, so that it can be pickled without fork."""
     sampler, own = None, Path(folder, str(os.getpid()))
+    Patches().put(torch.utils.data, compat.FETCH, compat.noting_index)  # for good: this process only loads
+    with suppress(Exception):
+        write_stack_at_signal(stacks)
     with suppress(Exception):
         own.touch()
         if sum(name.endswith(".json") for name in os.listdir(folder)) < _MAX_WORKERS:
@@ -244,10 +250,12 @@ def _sampled_loop(folder: str, *args: Any, **kwargs: Any) -> Any:
 class WorkerLines:
     """The sampled lines of all workers that start while this is open, each in a file of a temporary folder.
 
-    The folder also has an empty file for each worker that is running, with its PID as name.
+    The folder also has an empty file for each worker that is running, with its PID as name. They also write their stack
+    on demand, and add the index of the sample to errors of the dataset.
     """
 
     def __init__(self) -> None:
+        self.stacks = WorkerStacks()
         self._folder: str | None = None
         self._lines: list[SourceLine] = []
 
@@ -259,7 +267,7 @@ class WorkerLines:
             self._folder = tempfile.mkdtemp(prefix=scratch_prefix())
         except OSError:  # no space for temporary files
             return loop
-        return partial(_sampled_loop, self._folder)
+        return partial(_sampled_loop, self._folder, self.stacks.path)
 
     @property
     def pids(self) -> list[int]:
@@ -282,6 +290,7 @@ class WorkerLines:
 
     def close(self) -> None:
         """Remove the files. Lines already read remain available."""
+        self.stacks.close()
         folder, self._folder = self._folder, None
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)

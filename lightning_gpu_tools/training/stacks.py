@@ -153,18 +153,12 @@ def stack_in_fit(frames: list[FrameType]) -> tuple[Frame, ...]:
     return stack
 
 
-class ForkedStacks:
-    """A way to get the stacks of processes that are forked from now on, even while they run C code.
-
-    They inherit a signal handler that writes into a file in memory. Others never get the signal, which would end them.
-    """
+class WorkerStacks:
+    """A file in memory into which workers write their stacks at a signal, even while they run C code."""
 
     def __init__(self) -> None:
-        self._file = -1
-        # An existing handler of other code stays.
-        if hasattr(os, "memfd_create") and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
-            self._file = os.memfd_create("stacks")
-            faulthandler.register(_SIGNAL, file=self._file, all_threads=False)
+        self._file = os.memfd_create("stacks") if hasattr(os, "memfd_create") else -1
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"  # for :func:`write_stack_at_signal` in a worker
 
     def ask(self, pid: int) -> tuple[Frame, ...]:
         """Request and return the stack of a process, innermost call last; empty without an answer."""
@@ -185,8 +179,13 @@ class ForkedStacks:
         return tuple(_frame(file, int(line), function) for file, line, function in _LINE.findall(text))[::-1]
 
     def close(self) -> None:
-        """Remove this process's signal handler."""
+        """Close the file, which workers that still run keep for themselves."""
         if self._file >= 0:
-            faulthandler.unregister(_SIGNAL)
             os.close(self._file)
             self._file = -1
+
+
+def write_stack_at_signal(path: str) -> None:
+    """Let this process, a worker, write its stack into a file at the signal, unless it has a handler for that."""
+    if signal.getsignal(_SIGNAL) is signal.SIG_DFL:
+        faulthandler.register(_SIGNAL, file=open(path, "ab"), all_threads=False)  # noqa: SIM115 - open until it ends

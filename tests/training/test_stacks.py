@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gpu_tools.training.stacks import activity
+from lightning_gpu_tools.training.stacks import WorkerStacks, activity
 
 LOCK = "import fcntl, sys; file = open(sys.argv[1], 'w'); print(flush=True); fcntl.{}(file, fcntl.LOCK_EX)"
 
@@ -34,3 +34,28 @@ def test_a_wait_for_a_file_lock_is_no_wait_for_storage(lock: Callable[..., None]
         finally:
             process.kill()
             process.communicate()
+
+
+SLEEPER = """
+import sys, time
+from lightning_gpu_tools.training.stacks import write_stack_at_signal
+if sys.argv[1:]: write_stack_at_signal(sys.argv[1])
+def hang():
+    print(flush=True)
+    time.sleep(60)
+hang()
+"""
+
+
+def test_a_process_that_listens_writes_its_stack_and_others_get_no_signal() -> None:
+    stacks = WorkerStacks()
+    for paths, functions in ([[stacks.path], ["<module>", "hang"]], [[], []]):
+        with subprocess.Popen([sys.executable, "-c", SLEEPER, *paths], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            try:
+                assert [frame.function for frame in stacks.ask(process.pid)] == functions
+                assert process.poll() is None
+            finally:
+                process.kill()
+    stacks.close()
