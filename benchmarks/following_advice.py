@@ -7,7 +7,7 @@ Requires a GPU; the photographs also torchvision and scikit-learn. The workloads
 - photographs: ResNet-50 on JPEG files, with the DataLoader's defaults. The files are random crops of scikit-learn's two
   sample photographs. As for ImageNet, each sample is decoded, cropped, and flipped.
 - float32: a transformer like GPT-2 on data in memory, in float32.
-- sync: a smaller transformer that reads its loss in each step, before 10 ms of work of the host.
+- sync: a smaller transformer that reads its loss in each step, before 10 ms of host work.
 
 Each next run applies what the report of the previous run says under "Next", exactly as printed, and changes nothing
 else. A workload ends when a report advises nothing of the kind, or after five runs.
@@ -74,7 +74,7 @@ class Trained(LightningModule):
 
     Args:
         network: The network.
-        read_every: Read the loss every so many steps, followed by 10 ms of work of the host; 0 = never.
+        read_every: Read the loss every so many steps, followed by 10 ms of host work; 0 = never.
     """
 
     def __init__(self, network: torch.nn.Module, read_every: int = 0) -> None:

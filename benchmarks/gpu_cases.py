@@ -101,7 +101,7 @@ MEASURED = {
         15 / 36,
     ),
     "a host slower than its kernels": Measured("unexplained training_step", gpu_run({"training_step": 30}, 33.0)),
-    "work of the host in the step": sick("host_work", 0.6, "train.py:57 in augment"),
+    "host work in the step": sick("host_work", 0.6, "train.py:57 in augment"),
     "a small batch": sick("small_batch", 0.70, "batch_size=256 (now 32"),
     "fp32 next to idle tensor cores": sick("low_precision", words="bf16-mixed"),
     "communication that nothing hides": Measured(

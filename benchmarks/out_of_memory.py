@@ -365,8 +365,8 @@ class Case:
 CASES = {
     # With 4 layers, a sample takes 12 MiB at the peak of forward, and 16 MiB at the peak of backward.
     "a second step that does not fit": Case(
-        "batch_too_large", "forward", "fit by measured memory", model=partial(Layers, 16), batches=partial(Batches, 64),
-        allowed=5900,
+        "batch_too_large", "forward", "fit, based on measured memory", model=partial(Layers, 16),
+        batches=partial(Batches, 64), allowed=5900,
     ),
     "a batch too large": Case(
         "batch_too_large", "forward", "batch_size=", line="self.layers(batch).square()", batches=partial(Batches, 512)

@@ -55,7 +55,7 @@ def _check(name: str, value: object, kinds: list[str]) -> None:
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """Return a path as text; raise a ``TypeError`` with its type if it is none."""
+    """Return a path as text; raise a ``TypeError`` with its type if it is neither."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a path or a URL, got {printable(type(path).__name__)}.")
     return os.fspath(path)

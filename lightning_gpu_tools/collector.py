@@ -16,7 +16,7 @@ _was_enabled = False  # before the first of them
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the collector until the last thread has left such a context.
+    """Pause the collector until the last thread leaves this context.
 
     It takes half the time of creating many objects, and finds nothing.
     """

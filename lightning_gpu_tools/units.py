@@ -76,6 +76,11 @@ def format_duration(duration_s: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: ``"1 step"``, ``"1,200 steps"``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def number_ranges(numbers: Iterable[int]) -> str:
     """Format numbers like ``"0, 3, 4 and 8 to 1,023"`` or ``"0, 2, 4, 6, 8, 10, 12, 14 and 504 others"``."""
     ordered = sorted(set(numbers))
@@ -86,7 +91,7 @@ def number_ranges(numbers: Iterable[int]) -> str:
     parts = [f"{run[0]:,} to {run[-1]:,}" if len(run) > 1 else f"{run[0]:,}" for run in ranges[:_MAX_RANGES]]
     others = sum(map(len, ranges[_MAX_RANGES:]))
     if others:
-        parts.append(f"{others:,} other{'s' * (others > 1)}")
+        parts.append(plural(others, "other"))
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
 
 

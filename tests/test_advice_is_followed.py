@@ -37,7 +37,7 @@ _DESCRIPTIONS = {"says", "change", "begins", "rows", "time"}
 # Texts of this kind that advise nothing, or nothing that a test here can do, with the reason.
 _EXCEPTIONS = {
     "[Ee]rror(?: \\[CUDA\\])?: out of memory": "a pattern for errors of others",
-    "Code outside of run.batches() takes": "the beginning of a reason",
+    "Code outside run.batches() takes": "the beginning of a reason",
     "cuda.cuInit(0) == 0": "a program",
     "LIGHTNING_GPU_TOOLS=advise has no effect": "the beginning of a warning",
     "copies of gradients; `gradient_as_bucket_view=True` saves them": "the name of a part of the memory",

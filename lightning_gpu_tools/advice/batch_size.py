@@ -15,9 +15,9 @@ from lightning_gpu_tools.memory.caching_allocator import CachingAllocator, block
 from lightning_gpu_tools.memory.readings import RecordedStep, RecordedSteps
 
 # Our defaults.
-_SPARE = 0.02  # of the memory, left free by a search
-_PRECISION = 0.01  # of a search
-_MAX_TIMES = 2**20  # of the recorded batch
+_SPARE = 0.02  # share of the memory that a search leaves free
+_PRECISION = 0.01  # of the batch size that a search returns
+_MAX_TIMES = 2**20  # times the recorded batch size, where a search ends
 _LOST = 0.16  # of the memory of a failed step, at most; measured with ten models
 
 _NOBODY = None, 0
@@ -29,7 +29,7 @@ class LargestBatch:
     """The largest batch size that fits, or the reason why it is unknown."""
 
     size: int | None = None  # 0: not even one sample fits
-    is_bound: bool = False  # about the largest that can fit: only larger sizes are known not to fit
+    is_bound: bool = False  # an upper bound: larger sizes do not fit, and this one may not fit either
     why_not: str = ""  # the reason why there is no size, as a sentence
 
 
@@ -78,8 +78,8 @@ def bound_by_failure(batch_size: int, taken_bytes: float, fixed_bytes: float, ro
 def _trains(recorded: RecordedSteps, size: int, room_bytes: float, batch_bytes: int, *, keeps_gradients: bool) -> bool:
     """Return whether memory suffices for the recorded steps with batches of this size, and for one more step."""
     allocator = CachingAllocator(room_bytes, recorded.segments)
-    owners: dict[int, tuple[Hashable, int]] = {}  # of the recorded addresses: the key and the size of their blocks
-    left: defaultdict[int, list[Hashable]] = defaultdict(list)  # by the step before, by size
+    owners: dict[int, tuple[Hashable, int]] = {}  # the key and size of the block at each recorded address
+    left: defaultdict[int, list[Hashable]] = defaultdict(list)  # blocks of the previous step, by size
     last = recorded.steps[-1]
     for number, step in enumerate((*recorded.steps, last)):
         times = size / max(1, step.batch_shape[0])
@@ -103,9 +103,9 @@ def _trains(recorded: RecordedSteps, size: int, room_bytes: float, batch_bytes: 
         if extra > 0:
             allocator.free("batch")
         left.clear()
-        for one, size_of_block in made.items():
-            if one in allocator:
-                left[size_of_block].append(one)
+        for key, size_of_block in made.items():
+            if key in allocator:
+                left[size_of_block].append(key)
     return True
 
 
@@ -143,8 +143,8 @@ def _left_by(step: RecordedStep) -> frozenset[int]:
 def split(batch_size: int, fits: int, accumulate: int = 1) -> tuple[int, int]:
     """Return a batch size of at most ``fits``, and the number of batches over which to accumulate gradients.
 
-    They keep the effective batch size: exactly if a number of parts up to twice the minimum divides it.
+    They keep the effective batch size, exactly if at most twice the minimum number of parts divides it.
     """
-    least = math.ceil(batch_size / fits)
-    parts = next((parts for parts in range(least, 2 * least + 1) if batch_size % parts == 0), least)
+    min_parts = math.ceil(batch_size / fits)
+    parts = next((parts for parts in range(min_parts, 2 * min_parts + 1) if batch_size % parts == 0), min_parts)
     return math.ceil(batch_size / parts), parts * accumulate

@@ -23,7 +23,7 @@ Facts = TypeVar("Facts")
 
 
 class Shape(NamedTuple):
-    """One form of a cause, as a row of the table in docs/."""
+    """One variant of a cause: a row of the table in docs/."""
 
     says: str  # short form of the text in the report, or the symptom of a stall
     change: str  # short form of the change to make
@@ -35,9 +35,9 @@ class Cause(Generic[Facts]):
     """One thing that slows training down, fills the memory, or stops training. Its name is that of its file."""
 
     find: Callable[[Facts], Iterable[Finding]]  # its findings, with why and advice; none if it does not apply
-    says: str = ""  # of its form, if it has only one
-    change: str = ""  # likewise
-    rows: Sequence[Shape] = ()  # its forms, if it has several
+    says: str = ""  # text of a cause with a single variant, as in Variant
+    change: str = ""  # change of a cause with a single variant, as in Variant
+    rows: Sequence[Shape] = ()  # its variants, if it has several
     settings: Sequence[str] = ()  # those in the report's settings that its advice may change
     verified_on: Machine  # the best machine on which the package found it in a real run
     sick: Facts  # their first finding is this cause
@@ -69,7 +69,7 @@ class Cause(Generic[Facts]):
 
     @property
     def shapes(self) -> Sequence[Shape]:
-        """Its forms, at least one."""
+        """Its variants, at least one."""
         return self.rows or [Shape(self.says, self.change)]
 
 

@@ -99,7 +99,7 @@ def gpu_run(
 
 
 def cpu_run(phase_ms: Mapping[str, float], **options: Any) -> RunMeasurements:
-    """Return the same run on the CPU, without workers."""
+    """Return 200 steps on the CPU without workers, each with these milliseconds per phase."""
     return gpu_run(phase_ms, None, **{"on_gpu": False, "loader": NO_WORKERS, **options})
 
 
@@ -260,7 +260,7 @@ def an_error(
 
 
 def failed(**options: Any) -> MemoryFacts:
-    """Return the same error of a run on this GPU."""
+    """Return the facts of a run that ended with such an error on this GPU."""
     return MemoryFacts(gpu_run(STEP, 95.0), an_error(**options))
 
 

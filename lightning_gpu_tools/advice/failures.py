@@ -63,7 +63,7 @@ def how_it_ended(exitcode: int, oom_kills: int = 0, shm_bytes: int | None = None
         if oom_kills:
             return Failure("was killed by the kernel, because memory ran out", _MEMORY)
         return Failure(
-            "was killed by SIGKILL from outside (the kernel did not run out of memory)",
+            "was killed by SIGKILL, but not by the kernel for lack of memory",
             "Find out who sent it: a scheduler with its own limit, or a person.",
         )
     if name == "SIGBUS":

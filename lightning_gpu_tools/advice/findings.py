@@ -201,7 +201,7 @@ def lost_time(
 
 
 def without_added_time(finding: Finding, slower: Finding) -> Finding:
-    """Return a finding without the time by which steps have become longer, if both are about the same phase."""
+    """Return a finding without the time added by a slowdown, if both are about the same phase."""
     phase = str(slower.evidence["phase"])
     if finding.evidence.get("phase") not in (phase, base_phase(phase)):
         return finding
@@ -211,7 +211,7 @@ def without_added_time(finding: Finding, slower: Finding) -> Finding:
         share=share,
         ceiling=min(finding.ceiling, ceiling(share)),
         ceiling_lower=min(finding.ceiling_lower, ceiling(share)),
-        why=f"{finding.why} Without the time by which steps have become longer, it is {100 * share:.0f}%.",
+        why=f"{finding.why} Excluding the time added by the slowdown, it is {100 * share:.0f}%.",
     )
 
 

@@ -102,4 +102,4 @@ def larger_batch(run: RunMeasurements) -> str:
     if fits < 2 * batch_size:
         return ""
     doubled = batch_size * 2 ** ((fits // batch_size).bit_length() - 1)
-    return f"batch_size={doubled} (now {batch_size}; up to {fits} fit by measured memory)"
+    return f"batch_size={doubled} (now {batch_size}; up to {fits} fit, based on measured memory)"

@@ -27,8 +27,8 @@ _PREFETCH_FROM_SPREAD = ((1.25, 8), (1.03, 4))
 _LOST_OF_EXCESS = (0.45, 0.65, 0.90)
 _LOST_OF_STEP = (0.50, 1.00, 2.40)
 _LOST_TO_ONE = (0.05, 0.35, 0.75)  # of the excess: a single worker takes only one core
-# The same for a step while another process loads: a multiple of its time, the seconds to receive the batch, and, if
-# both compute, this part of the step's own computing.
+# A step while another process loads, as (least, expected, most): a multiple of its time, and the seconds to receive the
+# batch. If both compute, it also loses this part of its own computing.
 _WITH_COMPUTING_WORKERS = ((1.00, 1.02, 1.06), (0.0003, 0.0010, 0.0018))
 _WITH_WAITING_WORKERS = ((1.00, 1.00, 1.04), (0.0, 0.0002, 0.0010))
 _LOST_OF_COMPUTING = (0.0, 0.0, 0.2)

@@ -49,7 +49,7 @@ PARTS = {
         MemoryPart("activations", "activations and temporaries", _TENSORS, "the rest of the peak"),
         MemoryPart("cache_reusable", "reusable", _CACHE, "free memory that torch's allocator holds beyond the peak"),
         MemoryPart("cache_fragmented", "fragmented", _CACHE,
-                   "the same, but only usable by tensors that fit into the gaps between others"),
+                   "free memory between tensors, usable only by tensors that fit into a gap"),
         MemoryPart("context", "CUDA context, libraries, NCCL", "",
                    "memory of this job's processes outside torch's allocator: contexts, kernels, libraries, "
                    "communication buffers"),
@@ -97,7 +97,7 @@ class MemoryAccount:
         others: Processes of other jobs, largest first.
         peak_lines: The ten lines that allocated most of the memory added by a step at its peak, of the rank with the
             highest peak, largest first. Only some steps are recorded.
-        kept_lines: The same for memory of recorded steps that is still in use.
+        kept_lines: Lines that allocated the memory of recorded steps that is still in use, largest first.
     """
 
     index: int

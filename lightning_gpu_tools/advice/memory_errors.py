@@ -1,4 +1,4 @@
-"""An out-of-memory error: where memory ran out, and what filled it; and what would fill it later."""
+"""Explain an out-of-memory error: where memory ran out, and what filled it. Warn of what will fill memory later."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def smaller_batch(run: RunMeasurements, oom: OutOfMemory, size: int | None, fits
     if size is None or fits.size is None:
         return f"Lower the batch size{where}{f' (now {size})' if size else ''}. {fits.why_not}".strip()
     if fits.size < 1:
-        return "By measured memory, not even a batch of 1 fits."
-    known = f"About {fits.size} fit" if fits.is_bound else f"{fits.size} fit by measured memory"
+        return "Based on measured memory, not even a batch of 1 fits."
+    known = f"About {fits.size} fit" if fits.is_bound else f"{fits.size} fit, based on measured memory"
     goal = math.ceil(_PART_OF_BOUND * fits.size) if fits.is_bound else fits.size
     more = ", or fewer: the failed step did not finish" if fits.is_bound else ""
     if in_validation(oom) or run.stage != "fit":
@@ -89,7 +89,7 @@ def levers(run: RunMeasurements, oom: OutOfMemory) -> str:
     halved = (activations - model.parameters_bytes) / 2  # autocast keeps a 16-bit copy of the weights
     if is_32(run) and halved > _MIN_FREED * activations:
         found.append(f"precision='bf16-mixed' (frees up to {format_bytes(halved)})")
-    return f"At the same batch size, these need less: {'; '.join(found)}." if found else ""
+    return f"At the same batch size, these need less memory: {'; '.join(found)}." if found else ""
 
 
 def is_32(run: RunMeasurements) -> bool:
@@ -118,7 +118,7 @@ def needed_bytes(oom: OutOfMemory) -> float:
 
 
 def needed(oom: OutOfMemory) -> str:
-    """Return the same with a margin, for a command line."""
+    """Return ``needed_bytes`` plus 20%, rounded up, as a size for ``--min-free``."""
     least = needed_bytes(oom) * (1 + MARGIN)
     size, unit = (2**30, "GiB") if least >= 2**30 else (2**20, "MiB")
     return f"{math.ceil(least / size)}{unit}"
@@ -179,4 +179,4 @@ def fewer_workers(run: RunMeasurements) -> str:
     if loader is None or not loader.num_workers:
         return ""
     now = f"num_workers={loader.num_workers}, prefetch_factor={loader.prefetch_factor}"
-    return f"Fewer workers or prefetched batches need less (now {now})."
+    return f"Use fewer workers, or prefetch fewer batches (now {now})."

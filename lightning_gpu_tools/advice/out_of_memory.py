@@ -185,7 +185,7 @@ class OutOfMemory:
     usual_items: float | None = None  # the median count of elements in it
     memory: RankMemory | None = None
     begins: Sequence[tuple[float, float]] = ()  # (step, bytes in tensors) when steps began, oldest first
-    validation_begins: Sequence[tuple[float, float]] = ()  # the same for the batches of this validation
+    validation_begins: Sequence[tuple[float, float]] = ()  # (batch, bytes) in this validation
     asked: MemoryLine | None = None  # the line that asked for more
     lines: tuple[MemoryLine, ...] = ()  # of the recorded blocks in use at that time
     model: ModelSize = ModelSize()  # with 0 for unknown sizes

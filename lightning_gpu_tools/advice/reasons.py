@@ -18,9 +18,9 @@ from lightning_gpu_tools.advice.findings import (
 )
 from lightning_gpu_tools.advice.host_phases import longest_group
 from lightning_gpu_tools.advice.idle_time import busy_percent, idle_by_phase, idle_in_step_share
-from lightning_gpu_tools.training.phases import PAUSES, TRAINING_STEP, UNEXPLAINED, base_phase
+from lightning_gpu_tools.training.phases import CALLBACK, PAUSES, TRAINING_STEP, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.units import format_duration
+from lightning_gpu_tools.units import format_duration, plural
 
 
 class LeftOut(NamedTuple):
@@ -79,8 +79,9 @@ def of_short_run(
 ) -> tuple[str, str]:
     """Return why a run is too short to judge, with its longest phase so far, and what to do."""
     reason = (
-        f"Measured {steady} steady steps in {format_duration(steady_s)}, but a verdict needs at least {min_steps} "
-        f"steps and {format_duration(min_seconds)}. The first steps of the run and of each epoch do not count."
+        f"Measured {plural(steady, 'steady step')} in {format_duration(steady_s)}, but a verdict needs at least "
+        f"{plural(min_steps, 'step')} and {format_duration(min_seconds)}. The first steps of the run and of each epoch "
+        "do not count."
     )
     too_few = {"min_steps": steady < min_steps, "min_seconds": steady_s < min_seconds}
     options = " and ".join(name for name, is_short in too_few.items() if is_short)
@@ -105,9 +106,9 @@ def _harmless(run: RunMeasurements, left_out: Sequence[LeftOut]) -> str:
     if seconds < MAX_UNNAMED * run.wall_s:
         return ""
     about = [one for one in left_out if group == base_phase(str(one.finding.evidence.get("phase")))]
-    label = label_of(group)
     reason = max(about, key=lambda one: one.finding.share).reason if about else "no rule judges it"
-    return f"{label[0].upper()}{label[1:]} takes {100 * seconds / run.wall_s:.0f}% of the wall time, but {reason}."
+    label, verb = label_of(group), "take" if group == CALLBACK else "takes"
+    return f"{label[0].upper()}{label[1:]} {verb} {100 * seconds / run.wall_s:.0f}% of the wall time, but {reason}."
 
 
 def idle_percent(run: RunMeasurements) -> Mapping[str, float]:

@@ -50,8 +50,8 @@ def shortcomings(found: Surroundings) -> Iterator[str]:
         )
     if found.cores is not None and found.workers > found.cores:
         yield (
-            f"The ranks of this machine have {found.workers} DataLoader workers in total, but only {found.cores:g} "
-            "CPU cores. Lower num_workers, or request more cores."
+            f"The ranks on this machine have {found.workers} DataLoader workers in total, but only {found.cores:g} "
+            f"CPU core{'s' * (found.cores != 1)}. Lower num_workers, or request more cores."
         )
     if found.shared_files:
         yield (

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_gpu_tools.training.run_measurements import LoaderFacts
-from lightning_gpu_tools.units import printable
+from lightning_gpu_tools.units import plural, printable
 
 _MAX_NAMED = 3  # our default
 _BY_INFO = "torch.utils.data.get_worker_info(): files[info.id::info.num_workers], or all if info is None."
 # How a stream gets a part for each worker.
 _SPLIT = f"Split what `__iter__` reads by {_BY_INFO}"
 _SPLIT_WEBDATASET = "Add webdataset.split_by_worker to its pipeline, after the list of shards."
-OPEN_IN_WORKER = "Open it in the worker: when it loads its first sample. Load none before the workers start."
+OPEN_IN_WORKER = "Open it in the worker, when it loads its first sample. Load no sample before the workers start."
 CHANGES = (
     "its dataset changes while it is used (a cache, or its own random generator), and the copies in the workers would "
     "change separately"
@@ -50,7 +50,7 @@ def _obstacles(facts: LoaderFacts) -> Iterator[tuple[str, str]]:
     if facts.is_daemonic:
         yield (
             "this process is daemonic and may not start workers",
-            "Start it by multiprocessing.Process(daemon=False), or by concurrent.futures.ProcessPoolExecutor().",
+            "Start it with multiprocessing.Process(daemon=False), or with concurrent.futures.ProcessPoolExecutor().",
         )
     if facts.open_files:
         verb = "is" if len(facts.open_files) == 1 else "are"
@@ -111,13 +111,13 @@ def why_not_switched(began: LoaderFacts, now: LoaderFacts) -> str | None:
     if (why := why_not_searched(began)) is not None:
         return why
     if began.within:
-        return f"it is inside of a {printable(began.within)}, which is no torch DataLoader"
+        return f"it is inside a {printable(began.within)}, which is not a torch DataLoader"
     opened = [name for name in now.open_files if name not in began.open_files]
     if opened and now.is_forked:
         verb = "was" if len(opened) == 1 else "were"
         return (
-            f"{named(tuple(opened))} {verb} opened in this process, and forked workers would share it. Begin with "
-            "num_workers=1: then only workers open it"
+            f"{named(tuple(opened))} {verb} opened in this process, and forked workers would share it. Start with "
+            "num_workers=1, so that only workers open it"
         )
     return CHANGES if now.contents != began.contents else None
 
@@ -126,7 +126,7 @@ def named(names: tuple[str, ...]) -> str:
     """Return what a dataset holds as text: ```Photos.file`` and ``Photos.index```."""
     shown = [_code(name) for name in names[:_MAX_NAMED]]
     if len(names) > _MAX_NAMED:
-        shown.append(f"{len(names) - _MAX_NAMED} others")
+        shown.append(plural(len(names) - _MAX_NAMED, "other"))
     return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
 
 

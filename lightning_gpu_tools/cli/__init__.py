@@ -25,7 +25,7 @@ COMMANDS = {
     "pick": "print the GPUs with the most free memory",
     "run": "claim GPUs and run a command on them",
     "dry-run": "run the first training steps on simulated GPUs to see whether they fit",
-    "report": "print a training report again, or compare two runs",
+    "report": "print the report of a run, or compare two runs",
     "explain": "explain a cause in a report: what it means, how it is measured, what to change",
     "demo": "train with a slow DataLoader, read the report, and fix it",
     "checkpoint": "inspect, verify and convert checkpoint files",

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if not workers:
         say("The report does not advise workers, because other programs keep this machine busy. Try again later.")
         return 1
-    say(f"\n2. The same training with the advised num_workers={workers}.")
+    say(f"\n2. The same run with the advised num_workers={workers}.")
     after = train(folder, num_workers=workers)
     drawing.wait()  # for the files whose names are printed
     say("\nIn your own script: Trainer(callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()]).")

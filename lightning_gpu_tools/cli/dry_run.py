@@ -97,7 +97,7 @@ def _dry_run(args: argparse.Namespace) -> DryRun:
     judgment = _trial(args, args.command, stdout=2 if args.format == "json" else None)
     needs = None
     if judgment.verdict == "does_not_fit":
-        say(f"The training does not fit. Running it again on GPUs with {_MORE_MEMORY} times the memory, to measure it.")
+        say(f"The run does not fit. Measuring it again on simulated GPUs with {_MORE_MEMORY} times the memory.")
         again = _quiet_trial(args, args.command, times_memory=_MORE_MEMORY)
         needs = again.record if again.verdict == "fits" else None
     found = result(judgment, args.gpu, args.count, args.steps, needs)

@@ -39,8 +39,8 @@ GROUPS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
-        "Explain a cause in a report: what it means, how it is measured, what to change, and its thresholds, as its "
-        "source file has them. Works without a GPU."
+        "Explain a cause in a report: what it means, how it is measured, what to change, and its thresholds, as in "
+        "its source file. Works without a GPU."
     )
     parser.epilog = "Exit code: 0 explained; 2 wrong usage, or no cause has that name."
     parser.add_argument(

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         own = (args.file, os.path.join(args.file, FILE_NAME))
         if new_file not in own and os.path.realpath(new_file) == os.path.realpath(old_file):
             raise ReportError(
-                f"the newest report in {printable_path(args.file)} is OLD itself. Train again, or give the new report."
+                f"the newest report in {printable_path(args.file)} is OLD itself. Train again, or pass the new report."
             )
         new, old = load_report(new_file), load_report(old_file)
     except ReportError as error:

@@ -24,7 +24,7 @@ class Inside(NamedTuple):
 
 
 def loaders_in(given: object) -> list[Inside]:
-    """Return the loaders inside of an object, each once: at least one, which may be the object itself."""
+    """Return the loaders inside an object, each once: at least one, which may be the object itself."""
     found = [*_inside(given, "", "", set(), _MAX_DEPTH)] or [Inside("", given)]
     if len(found) == 1:
         return [found[0]._replace(name="")]

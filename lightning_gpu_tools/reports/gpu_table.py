@@ -9,7 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.units import line_width, number_ranges, printable
+from lightning_gpu_tools.units import line_width, number_ranges, plural, printable
 
 # Our defaults: this fits on a screen next to the rest of the report. 16 GPUs are two machines of eight.
 _MAX_ROWS = 16
@@ -122,7 +122,7 @@ def _errors(gpus: Sequence[GpuSummary], full: bool) -> list[str]:
     lines = [f"ERROR on {_names(some, gpus)}: {error}" for error, some in by_error.items()]
     more = 0 if full else len(lines) - _MAX_ERRORS
     if more > 0:
-        lines[_MAX_ERRORS:] = [f"{more:,} more GPU errors (lightning-gpu-tools report FILE --full)"]
+        lines[_MAX_ERRORS:] = [f"{plural(more, 'more GPU error')} (lightning-gpu-tools report FILE --full)"]
     return lines
 
 

@@ -23,7 +23,7 @@ from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.reports.gpu_table import gpu_lines, gpu_sentences
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, Report
 from lightning_gpu_tools.training.phases import IN_WORKER, RANK_WAIT, TRAINING_STEP, UNEXPLAINED
-from lightning_gpu_tools.units import format_bytes, format_duration, line_width, printable, wrapped
+from lightning_gpu_tools.units import format_bytes, format_duration, line_width, plural, printable, wrapped
 
 _EARLY_WARNINGS = {name for name, cause in MEMORY_CAUSES.items() if cause.find_early is not None}
 _MAX_PARAGRAPH = 1000  # ten lines; our longest advice has five
@@ -120,7 +120,7 @@ def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
         lasted, continued = format_duration(stall.lasted_s), ", then training continued" * stall.is_over
         yield f"No progress for {lasted} at step {stall.step}{continued}: {printable(stall.why, 800)}"
     if len(shown) < len(stalls):
-        yield f"{len(stalls) - len(shown)} shorter stalls are in {FILE_NAME}."
+        yield f"{FILE_NAME} has {plural(len(stalls) - len(shown), 'shorter stall')}."
     yield from gpu_sentences(report.gpus, full=full)
     if report.gpu_note:
         yield report.gpu_note
@@ -129,7 +129,7 @@ def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
             yield finding.advice
     if failures := report.allocator_failures:
         yield (
-            f"torch's allocator ran out of memory {failures} time{'s' * (failures > 1)}, and the run continued. It "
+            f"torch's allocator ran out of memory {plural(failures, 'time')}, and the run continued. It "
             "usually empties its cache first, which waits for the GPU."
         )
     yield from _rank_line(report)
@@ -226,7 +226,7 @@ def _pace(report: Report) -> str:
     known = [f"{name} {format_duration(seconds)}" for name, seconds in times.items() if seconds]
     if known and report.samples_per_s is not None:
         known.append(f"{report.samples_per_s:.4g} samples/s")
-    steps = f"{report.steps} steps in {format_duration(report.wall_s)}"
+    steps = f"{plural(report.steps, 'step')} in {format_duration(report.wall_s)}"
     return f"{steps} ({', '.join(known)})" if known else steps
 
 
@@ -282,7 +282,7 @@ def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str
 
 def _source_lines(report: Report) -> list[str]:
     rows = [
-        f"{phase}: {share} at {line} ({samples} samples)"
+        f"{phase}: {share} at {line} ({samples} sample{'s' * (samples != '1')})"
         for phase, share, line, samples in line_rows(report, full=True)
     ]
     return ["Source lines, by phase", *map(_wrapped, rows)] if rows else []

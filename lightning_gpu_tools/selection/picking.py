@@ -29,7 +29,7 @@ from lightning_gpu_tools.selection.ranking import (
     why_picked,
 )
 from lightning_gpu_tools.selection.visibility import visible_gpus, whole_or_instances, why_fewer
-from lightning_gpu_tools.units import format_duration
+from lightning_gpu_tools.units import format_duration, plural
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.selection.claim_files import Held
@@ -313,7 +313,7 @@ class Attempt:
         outside = f"outside CUDA_VISIBLE_DEVICES={mask!r}" if self.among is None else "not among the requested GPUs"
         hidden = [Rejection(gpu, outside) for gpu in whole_or_instances(self.gpus) if gpu not in visible]
         rejections = sorted([*ranking.rejections, *hidden], key=Rejection.order)
-        requested = f"Asked for {count} GPU{'s' if count > 1 else ''}"
+        requested = f"Asked for {plural(count, 'GPU')}"
         why = "" if mask is None or self.among is not None else why_fewer(self.gpus, mask)
         shown = f"CUDA_VISIBLE_DEVICES={mask!r} shows {len(visible) or 'none'}: {why}. Correct it, or unset it."
         if not self.gpus:
@@ -383,7 +383,7 @@ def pick(
                 raise _prefixed(reasons, f"Waited {format_duration(request.wait_s or 0.0)}.")
             if now_s - announced_s >= _ANNOUNCE_EVERY_S:
                 announced_s = now_s
-                queue = f", behind {len(ahead)} other job{'s' * (len(ahead) > 1)}" if ahead else ""
+                queue = f", behind {plural(len(ahead), 'other job')}" if ahead else ""
                 claims.warn(f"Waiting for up to {format_duration(give_up_s - now_s)}{queue}. {reasons}")
             cost_s = time.thread_time() - started_cpu_s
             _sleep(now_s, give_up_s, cost_s, ahead)

@@ -16,7 +16,7 @@ from lightning_gpu_tools.gpus.readings import (
     GpuWaiter,
     folded_claims,
 )
-from lightning_gpu_tools.units import format_bytes, number_ranges, parse_bytes, parse_duration
+from lightning_gpu_tools.units import format_bytes, number_ranges, parse_bytes, parse_duration, plural
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -288,10 +288,10 @@ def _labels(gpus: Sequence[GpuReading]) -> str:
         return label(gpus[0])
     whole = [gpu.index for gpu in gpus if gpu.mig_index is None]
     parts = [gpu.index for gpu in gpus if gpu.mig_index is not None]
-    named = [f"{len(whole)} GPU{'s' * (len(whole) > 1)} ({number_ranges(whole)})"] if whole else []
+    named = [f"{plural(len(whole), 'GPU')} ({number_ranges(whole)})"] if whole else []
     if parts:
         of = f"of GPU{'s' * (len({*parts}) > 1)} {number_ranges(parts)}"
-        named.append(f"{len(parts)} MIG instance{'s' * (len(parts) > 1)} ({of})")
+        named.append(f"{plural(len(parts), 'MIG instance')} ({of})")
     return " and ".join(named)
 
 

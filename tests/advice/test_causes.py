@@ -232,7 +232,7 @@ def test_workers_that_wait_for_storage_are_multiplied_beyond_the_cores() -> None
     finding = first(cpu_run(WAITS, **workers(3), host=a_host(2), worker_cpu_s_per_batch=0.002))
     assert finding.evidence["kind"] == "too_few_workers"
     assert "DataLoader(..., num_workers=14) (now 3)" in finding.advice
-    assert "torch warns about more workers than cores: ignore it, because they wait 98% of the time" in finding.advice
+    assert "Ignore torch's warning about too many workers: they wait 98% of the time" in finding.advice
 
 
 def test_a_full_shared_memory_is_to_be_enlarged() -> None:

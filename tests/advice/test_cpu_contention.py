@@ -60,7 +60,7 @@ USERS = {
         contended(loading=LoadingFacts(runnable_threads=2.1, pool_library="cv2"), torch_threads=1),
         "own_threads",
         "5.2",
-        "Each of the 4 workers keeps 2.1 threads runnable, on 2 cores. Limit their libraries to one thread in "
+        "Each of the 4 workers keeps 2.1 threads runnable, on 2 cores. Limit libraries to one thread in "
         "worker_init_fn: cv2.setNumThreads(0), torch.set_num_threads(1), and for NumPy threadpoolctl.threadpool_limits",
     ),
     "own workers": (contended(), "own_threads", "5.2", "torch.set_num_threads(1) (now 2), num_workers=1 (now 4)."),

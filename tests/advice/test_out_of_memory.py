@@ -85,7 +85,7 @@ ERRORS = {
     "enough with what is free": (
         {**TWO_PIECES, "requested": 3 * GIB},
         "fragmentation",
-        "In one piece, it would suffice together with the 1.00 GiB that are free.",
+        "In one piece, it would be enough, together with the 1.00 GiB that are free.",
     ),
     "a cap to raise": (
         {**CAPPED, "gpus": (this_gpu(), FREE_GPU)},
@@ -147,7 +147,7 @@ def test_the_batch_that_fits_keeps_the_effective_batch_size() -> None:
     cause, text = said(oom, run)
     assert cause == "batch_too_large"
     assert "Set batch_size=32 (now 128), and accumulate_grad_batches=8 (now 2) to keep the effective batch size" in text
-    assert "38 fit by measured memory" in text
+    assert "38 fit, based on measured memory" in text
     evidence = diagnose(run, out_of_memory=oom).findings[0].evidence
     assert evidence["largest_batch_size"] == 38
     assert evidence["begin_bytes"] == 8 * GIB
@@ -169,7 +169,7 @@ def test_a_first_step_that_fitted_is_no_proof() -> None:
     cause, text = said(an_error(memory=memory, begins=FLAT[:2], step=1, **USUAL))
     assert cause == "batch_too_large"
     assert "The first step fit because it had no optimizer states and no old gradients, which take 5.00 GiB." in text
-    assert re.search(r"\b\d+ fit by measured memory", text)
+    assert re.search(r"\b\d+ fit, based on measured memory", text)
     crowded = an_error(memory=memory, begins=FLAT[:2], step=1, allocated=6 * GIB, others={999: 17 * GIB}, **USUAL)
     assert said(crowded)[0] == "other_processes"
 

@@ -23,8 +23,8 @@ def held(rank: int, gpu: int, **facts: Any) -> HeldContext:
 
 OWN = [held(rank, rank % 8) for rank in range(16)]
 ADVICE = (
-    "Call torch.cuda.set_device(local_rank) before anything else uses CUDA, and use no other GPU, as 'cuda:0' and "
-    "torch.load without map_location do."
+    "Call torch.cuda.set_device(local_rank) before anything else uses CUDA. Avoid 'cuda:0' and torch.load without "
+    "map_location, which use another GPU."
 )
 
 

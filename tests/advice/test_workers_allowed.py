@@ -29,7 +29,7 @@ def waiting(began: LoaderFacts, now: LoaderFacts | None = None, **options: Any) 
 
 def test_all_obstacles_are_said_at_once() -> None:
     said = workers_allowed(replace(STREAM, open_files=("Photos.file",), is_daemonic=True)).reasons
-    assert said.startswith("This process is daemonic and may not start workers. Start it by")
+    assert said.startswith("This process is daemonic and may not start workers. Start it with")
     assert "`Photos.file` is open, and forked workers would share it. Open it in the worker" in said
     assert "`Photos` is iterable and does not split by worker" in said
 

@@ -25,7 +25,7 @@ def test_it_finds_the_slow_loader_and_confirms_the_fix(tmp_path: Path) -> None:
     assert verdicts[0] == "LOW"
     assert len(verdicts) == 2
     assert "Waiting for data takes" in result.stdout
-    (workers,) = re.findall(r"The same training with the advised num_workers=(\d+)", result.stdout)
+    (workers,) = re.findall(r"The same run with the advised num_workers=(\d+)", result.stdout)
     assert f"DataLoader(..., num_workers={workers}, " in re.sub(r"\s+", " ", result.stdout)
     report = load_report(tmp_path)
     assert report.settings["num_workers"] == int(workers)

@@ -77,7 +77,7 @@ class Stuck:
         (DataLoader(Stream(Samples(5))), "`Stream` is iterable and does not split by worker"),
         (range(9), "it is a builtins.range"),
         (DataLoader(Broken(9)), "a worker process cannot load a batch (KeyError: 'no such sample')"),
-        (DataLoader(Killed(9)), "DeadWorkerError: a worker process was killed by SIGKILL from outside"),
+        (DataLoader(Killed(9)), "DeadWorkerError: a worker process was killed by SIGKILL, but not by the kernel"),
         (DataLoader(Holding(threading.Lock())), "worker processes cannot copy its dataset (`Holding.thing`)"),
         (DataLoader(Samples(5), sampler=Stuck()), "its sampler yields no batches (TypeError"),
         (DataLoader(Samples(0), sampler=[]), "it has no batches"),

@@ -53,7 +53,7 @@ def train(folder: Path, batch_size: int, **options: Any) -> tuple[RankMemory, in
 
 
 @pytest.mark.usefixtures("two_gib")
-@pytest.mark.follows("batch_size={} (now {}; up to {} fit by measured memory)")
+@pytest.mark.follows("batch_size={} (now {}; up to {} fit, based on measured memory)")
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}])
 def test_the_largest_batch_trains_and_hardly_more(tmp_path: Path, options: dict[str, Any]) -> None:
     small, larger = (train(tmp_path, size, **options)[1] for size in (64, 256))

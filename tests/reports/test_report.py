@@ -52,7 +52,7 @@ def test_stalls_and_failures_are_kept_and_shown() -> None:
     why = "worker 1 (PID 7) of 2 sleeps\\x1b in load."
     assert f"No progress for 4 min 10 s at step 80, then training continued: {why}" in " ".join(" ".join(lines).split())
     assert sum(line.startswith("No progress for 60 s at step 80: ") for line in lines) == 2
-    assert "2 shorter stalls are in gpu_report.json." in lines
+    assert "gpu_report.json has 2 shorter stalls." in lines
 
 
 def test_the_text_has_verdict_why_next_and_a_tree() -> None:

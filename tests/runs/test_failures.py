@@ -87,7 +87,7 @@ def test_a_worker_that_the_kernel_killed_is_named(
         assert report.outcome.startswith("out of memory in ")
         assert "The kernel killed worker " in report.diagnosis.why
     else:
-        killed = r"worker 0 of the DataLoader \(PID \d+\) was killed by SIGKILL from outside .*"
+        killed = r"worker 0 of the DataLoader \(PID \d+\) was killed by SIGKILL, but not by the kernel .*"
         assert re.fullmatch(rf"stopped by \w+ at step \d+: {killed}", report.outcome)
 
 

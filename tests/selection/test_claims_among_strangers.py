@@ -439,7 +439,7 @@ def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path, are_cl
             command = [sys.executable, "-c", AS + wait, str(path), str(ALICE)]
             open_log(path)
             job = ends.enter_context(subprocess.Popen(command, stdout=-1, stderr=-1, text=True))
-            assert "behind 1000 other jobs" in job.stderr.readline()
+            assert "behind 1,000 other jobs" in job.stderr.readline()
             holder.kill()
         if are_closed:
             (path / "wait-0000000000000000.sock").chmod(0o600)  # the others are links to it

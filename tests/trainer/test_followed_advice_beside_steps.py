@@ -102,7 +102,7 @@ def test_validation_in_fewer_epochs_takes_no_more_than_usual(tmp_path: Path, han
 
 
 @pytest.mark.follows(
-    "Each validation starts {} worker{} anew",
+    "Each validation spends {}% of its time starting {}",
     "`persistent_workers=True` for the validation loader",
 )
 def test_workers_of_validation_are_kept(tmp_path: Path, hand_clock: HandClock) -> None:
@@ -116,7 +116,7 @@ def test_workers_of_validation_are_kept(tmp_path: Path, hand_clock: HandClock) -
     assert not advice_on(course.report(train, slowly_starting(hand_clock, 4, **kept)), "validation")
 
 
-@pytest.mark.follows("Validation waits for its loader in {}% of its time. {} DataLoader(")
+@pytest.mark.follows("Validation spends {}% of its time waiting for its loader. {} DataLoader(")
 def test_validation_with_the_advised_workers_is_shorter(tmp_path: Path) -> None:
     course = Course(tmp_path, val_check_interval=20)
     train, data = loader(Samples(60)), Samples(80, time.sleep, 0.02)

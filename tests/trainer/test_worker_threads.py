@@ -48,7 +48,7 @@ CALL = re.compile(r"[\w.]+\(\d\)")
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not count waits")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core has no thread pools")
-@pytest.mark.follows("Each of the {} workers keeps {} threads runnable")
+@pytest.mark.follows("{} keeps {} threads runnable, on {}. Limit libraries to one thread")
 @pytest.mark.parametrize("library", WORK)
 def test_thread_pools_in_workers_are_named_and_end_as_advised(
     tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]], library: str

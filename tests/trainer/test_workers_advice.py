@@ -101,7 +101,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.mark.follows(
-    " open, and ", "Open it in the worker: when it loads its first sample.", "first what the advice says: open the file"
+    " open, and ", "Open it in the worker, when it loads its first sample.", "first what the advice says: open the file"
 )
 def test_a_file_opened_in_the_worker_is_read_right(tmp_path: Path, photos: Path) -> None:
     dataset = Photos(photos, at_once=True)
@@ -110,7 +110,7 @@ def test_a_file_opened_in_the_worker_is_read_right(tmp_path: Path, photos: Path)
     assert type(dataset).__name__ == name
     assert "NumWorkersFinder" not in advice
     getattr(dataset, attribute).close()
-    assert "Open it in the worker: when it loads its first sample." in advice
+    assert "Open it in the worker, when it loads its first sample." in advice
     followed = DataLoader(Photos(photos, at_once=False), **settings_in(advice))
     assert trained(tmp_path, followed, max_epochs=1) == ALL
 
@@ -123,14 +123,14 @@ def test_finder_and_search_refuse_with_the_advisors_reason(tmp_path: Path, photo
     assert not result.trials
 
 
-@pytest.mark.follows("Begin with num_workers=1")
+@pytest.mark.follows("Start with num_workers=1")
 def test_a_file_opened_on_first_use_gets_workers(tmp_path: Path, photos: Path) -> None:
     finding = diagnosed(tmp_path, Counting(), DataLoader(Photos(photos, at_once=False)))
     assert finding.evidence["kind"] == "too_few_workers"
     assert "NumWorkersFinder" not in finding.advice  # which would fork this process, with the file open
     result = found_by_finder(tmp_path, DataLoader(Photos(photos, at_once=False)))
     assert "`Photos.file` was opened in this process" in result.reason
-    begin = int(code_in(result.reason, r"Begin with num_workers=(\d+)"))
+    begin = int(code_in(result.reason, r"Start with num_workers=(\d+)"))
     result = found_by_finder(tmp_path, DataLoader(Photos(photos, at_once=False), num_workers=begin))
     assert result.trials
 
@@ -254,7 +254,8 @@ def said_by(process: Any, folder: Path) -> tuple[str, bool]:
 
 
 @pytest.mark.follows(
-    "Start it by multiprocessing.Process(daemon=False)", "start the process by `multiprocessing.Process(daemon=False)`"
+    "Start it with multiprocessing.Process(daemon=False)",
+    "start the process with `multiprocessing.Process(daemon=False)`",
 )
 def test_a_process_that_is_not_daemonic_may_start_workers(tmp_path: Path) -> None:
     daemon = multiprocessing.Process(target=measured_loop, args=(str(tmp_path), {}), daemon=True)

@@ -32,7 +32,7 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
         return
     together = ""
     if unused < oom.requested_bytes:
-        together = f" In one piece, it would suffice together with the {format_bytes(left)} that are free."
+        together = f" In one piece, it would be enough, together with the {format_bytes(left)} that are free."
     yield new_finding(
         "fragmentation",
         f"torch holds {format_bytes(unused)} of unused memory, in pieces below {format_bytes(oom.requested_bytes)}."

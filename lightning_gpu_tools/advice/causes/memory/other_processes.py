@@ -1,7 +1,7 @@
 """other_processes: other processes hold so much of the GPU that this one does not fit.
 
 Without the processes that the driver lists, and the used memory that it lists for no process, this job would fit. If
-this job needs more than it could have had after its first step, others are not the cause.
+this job now needs more than it could have had after its first step, others are not the cause.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
 
 
 def _usual_batch(oom: OutOfMemory) -> Iterator[Finding]:
-    """Yield a ruling if the step takes much more than others did with a batch of the same size."""
+    """Yield a finding if the step takes much more than others did with a batch of the same size."""
     usual_bytes = oom.usual_step_bytes
     if not usual_bytes or oom.begin_bytes is None or oom.allocated_bytes is None:
         return
@@ -67,7 +67,7 @@ def _usual_batch(oom: OutOfMemory) -> Iterator[Finding]:
 
 
 def _between_steps(oom: OutOfMemory) -> Iterator[Finding]:
-    """Yield a ruling if a callback, a hook, or a checkpoint takes more than steps do."""
+    """Yield a finding if a callback, a hook, or a checkpoint takes more than steps do."""
     if oom.begin_bytes is None or oom.allocated_bytes is None:
         return
     taken, usual_bytes = oom.wanted_bytes - oom.begin_bytes, oom.usual_step_bytes

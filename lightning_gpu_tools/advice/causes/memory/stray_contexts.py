@@ -39,7 +39,7 @@ def find_early(run: RunMeasurements, growth: Sequence[MemoryGrowth]) -> Iterator
 
 
 def stray_contexts(contexts: Sequence[HeldContext]) -> Iterator[Finding]:
-    """Yield the same finding."""
+    """Yield the finding for an out-of-memory error."""
     found = strays(contexts)
     if found:
         is_alone, own = len({one.rank for one in contexts}) == 1, [str(one.gpu) for one in contexts if one.is_own]
@@ -89,8 +89,8 @@ def _description(those: Sequence[HeldContext], who: str = "") -> str:
 def _advice(those: Sequence[HeldContext], own: str) -> str:
     frees = f" That frees {format_bytes(_size(those))} on GPU {those[0].gpu}." if _size(those) else ""
     return (
-        f"Call torch.cuda.set_device({own}) before anything else uses CUDA, and use no other GPU, as 'cuda:0' and "
-        f"torch.load without map_location do.{frees}"
+        f"Call torch.cuda.set_device({own}) before anything else uses CUDA. Avoid 'cuda:0' and torch.load without "
+        f"map_location, which use another GPU.{frees}"
     )
 
 

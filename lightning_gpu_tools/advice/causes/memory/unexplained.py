@@ -34,7 +34,7 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     elif kept := oom.kept_bytes:
         why = f"When the step began, tensors outside the model held {format_bytes(kept)}, and did not grow."
     else:
-        why = f"It is unknown what filled the memory. It was full in {oom.place}."
+        why = f"What filled the memory is unknown. It was full in {oom.place}."
     if lines := holding(oom.lines):
         why += f" Most of the recorded memory was allocated at {lines}."
     yield new_finding("unexplained", why, [_RECORD, more_room(oom)])

@@ -15,7 +15,7 @@ from lightning_gpu_tools.advice.findings import Finding, new_finding
 from lightning_gpu_tools.advice.stalls import during
 from lightning_gpu_tools.training.phases import DATA_LOADING, FORWARD
 from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
-from lightning_gpu_tools.units import format_duration, printable
+from lightning_gpu_tools.units import format_duration, plural, printable
 
 _ERRORS = "Let the error end the process: do not catch it, or call sys.exit(), on one rank only."
 _SILENCE = "It was killed or stopped, or C code in it holds the GIL. Check its output, and `dmesg` on its node."
@@ -42,7 +42,7 @@ def _left(rank: RankFacts, ranks: Sequence[RankFacts]) -> tuple[str, str]:
     others = [other.rank for other in ranks if other.ended is None and not other.silent_s]
     wait = f"{name_ranks(others)} wait{'s' * (len(others) == 1)} for it."
     if rank.ended == "completed":
-        return f"Rank {rank.rank} finished training after {rank.step} steps; {wait}", SAME_BATCHES
+        return f"Rank {rank.rank} finished training after {plural(rank.step, 'step')}; {wait}", SAME_BATCHES
     if rank.ended is not None:
         return f"Rank {rank.rank} stopped training at step {rank.step} ({printable(rank.ended)}); {wait}", _ERRORS
     silent = f"Rank {rank.rank} (PID {rank.pid} on node {rank.node}) has been silent for"

@@ -29,7 +29,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 def _interval(run: RunMeasurements, times: int) -> str:
-    """Return the option for saving so much less often, after a colon; empty if the present interval is unknown."""
+    """Return the option that saves this many times less often, after a colon; empty if the interval is unknown."""
     if not run.checkpoints:
         return ""
     steps = max(1, round(run.steps / run.checkpoints))

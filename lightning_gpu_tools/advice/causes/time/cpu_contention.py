@@ -17,12 +17,12 @@ from lightning_gpu_tools.advice.host_phases import longest_group
 from lightning_gpu_tools.advice.idle_time import idle_share
 from lightning_gpu_tools.training.phases import PAUSES, RANK_WAIT
 from lightning_gpu_tools.training.run_measurements import MANY_THREADS, CoreFacts, LoadingFacts, RunMeasurements
-from lightning_gpu_tools.units import format_duration, printable
+from lightning_gpu_tools.units import format_duration, plural, printable
 
 # Our defaults.
 _MIN_WAITING = 0.10  # of the wall time: from here on, no run is healthy
-_MIN_OTHERS = 0.20  # of the cores: with less, this job's own threads compete with each other,
-_FEW_OTHERS = 0.05  # unless they are fewer than the cores, and other programs use at least this much
+_MIN_OTHERS = 0.20  # of the cores: if other programs use less, this job's own threads compete with each other
+_FEW_OTHERS = 0.05  # of the cores: the same limit for a job with fewer threads than cores
 _FULL = 1.1  # runnable threads per core: more than measuring adds
 
 
@@ -60,7 +60,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
     """Return the kind, a phrase about who uses the cores, and the advice."""
     allowed, threads = run.host.cores, cores.runnable_threads or 0.0
-    # With a quota below the number of cores, others take nothing from this job as long as so many remain.
+    # With a quota below the number of cores, others take nothing from this job while that many remain.
     by_others = max(0.0, allowed - (cores.affinity_cores - cores.others_cores)) / allowed
     by_children = 0.0 if cores.children is None else cores.children.cores / allowed
     if cores.children is not None and (by_children >= _MIN_OTHERS or by_children >= max(by_others, _FEW_OTHERS)):
@@ -87,15 +87,16 @@ def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
 
 
 def one_thread_per_worker(run: RunMeasurements) -> str:
-    """Return how to end the thread pools of libraries in the workers; empty unless they take more than all cores."""
+    """Return how to limit the thread pools of libraries in the workers; empty unless they take more than all cores."""
     workers, seen = 0 if run.loader is None else run.loader.num_workers, run.loading or LoadingFacts()
     threads = seen.runnable_threads or 0.0
     if threads < MANY_THREADS or workers * run.host.local_ranks * threads <= _FULL * run.host.cores:
         return ""
+    each = "The worker" if workers == 1 else f"Each of the {workers} workers"
     calls = ("cv2.setNumThreads(0), " if seen.pool_library else "") + "torch.set_num_threads(1)"
     return (
-        f"Each of the {workers} workers keeps {threads:.1f} threads runnable, on {_cores(run.host.cores)}. Limit their "
-        f"libraries to one thread in worker_init_fn: {calls}, and for NumPy threadpoolctl.threadpool_limits(1)."
+        f"{each} keeps {threads:.1f} threads runnable, on {_cores(run.host.cores)}. Limit libraries to one thread in "
+        f"worker_init_fn: {calls}, and for NumPy threadpoolctl.threadpool_limits(1)."
     )
 
 
@@ -113,7 +114,7 @@ def _fewer_threads(run: RunMeasurements, cores: CoreFacts, free_cores: float) ->
         change.append(f"num_workers={most_workers} (now {workers})")
     if ranks > max(1.0, run.host.cores):
         most_ranks = max(1, math.floor(run.host.cores))
-        change.append(f"at most {most_ranks} rank{'s' * (most_ranks > 1)} on this machine (now {ranks})")
+        change.append(f"at most {plural(most_ranks, 'rank')} on this machine (now {ranks})")
     return f"Use fewer threads: {', '.join(change)}." if change else ""
 
 

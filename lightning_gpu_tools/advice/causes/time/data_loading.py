@@ -50,7 +50,7 @@ from lightning_gpu_tools.training.run_measurements import (
     RunMeasurements,
     StepBlock,
 )
-from lightning_gpu_tools.units import format_bytes, format_duration, printable
+from lightning_gpu_tools.units import format_bytes, format_duration, plural, printable
 
 # Our defaults, unless a source is named.
 # Storage is the limit if the workers wait for it in more than the first share of polls, and compute for less than the
@@ -89,7 +89,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 def find_searched(run: RunMeasurements, searched: LoaderResult) -> Iterator[Finding]:
-    """Yield the same finding with the measurements of a search for settings instead of the predictions."""
+    """Yield the finding with the measurements of a search for settings instead of predictions."""
     for finding in _waiting(run):
         yield _with_lines(run, as_searched(finding, searched))
 
@@ -249,7 +249,7 @@ def _shortage(
     in_memory = run.storage is not None and run.storage.is_memory
     if plan.settings.num_workers > run.host.cores:
         waiting = f"{100 * (1 - computing):.0f}% of the time"
-        settings += f". torch warns about more workers than cores: ignore it, because they wait {waiting}"
+        settings += f". Ignore torch's warning about too many workers: they wait {waiting}"
     if now.num_workers > 1 and out_of_order >= _READY_OUT_OF_ORDER:
         kind = "slow_worker"
         advice = (
@@ -296,7 +296,9 @@ def _shortage(
         )
     elif not is_unpacking and (plan.settings.num_workers > now.num_workers or plan.limited_by in ("shm", "shards")):
         kind = "too_few_workers"
-        needs = f"{run.activity.capitalize()} needs {plan.workers_needed} workers (now {now.num_workers}), but"
+        needs = (
+            f"{run.activity.capitalize()} needs {plural(plan.workers_needed, 'worker')} (now {now.num_workers}), but"
+        )
         limits = {
             "cores": f"Beyond that, the CPU is the limit: {cpu_times}.",
             "shm": f"{needs} /dev/shm is too small for their batches. Enlarge it: docker run --shm-size=..., or "
@@ -313,7 +315,7 @@ def _shortage(
     else:
         kind = "main_process"
         advice = (
-            f"The limit is unpacking what the {now.num_workers} workers send; more workers will not help. Return a "
+            "The limit is unpacking what the workers send; more workers will not help. Return a "
             "few large tensors, not many small ones or Python objects, and collate in the workers."
         )
     return kind, advice
@@ -406,7 +408,7 @@ CAUSE = Cause(
             "... is open, and forked workers would share it; ... is iterable and does not split by worker; this "
             "process may not start workers",
             "first what the advice says: open the file in the worker, split the stream by `get_worker_info()`, start "
-            "the process by `multiprocessing.Process(daemon=False)`; then `num_workers`",
+            "the process with `multiprocessing.Process(daemon=False)`; then `num_workers`",
             "too_few_workers",
         ),
         Shape(

@@ -28,8 +28,8 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         run,
         "host_work",
         idle.host_work,
-        begins=f"Work of the host inside the {run.activity} step takes",
-        advice="Move work of the host to the dataset, where workers do it in advance, or to the GPU.",
+        begins=f"Host work inside the {run.activity} step takes",
+        advice="Move this work to the dataset, where workers do it in advance, or to the GPU.",
         phase=TRAINING_STEP,
         per_step_s=idle.host_work * run.step_s,
         evidence={"operations_per_step": run.watched.operations},
@@ -47,7 +47,7 @@ _BUSY_HOST: dict[str, Any] = {
 }
 
 CAUSE = Cause(
-    says="Work of the host inside the training step takes ..., with the source line",
+    says="Host work inside the training step takes ..., with the source line",
     change="move it to the dataset, where workers do it in advance, or to the GPU",
     find=find,
     needs=("watched",),

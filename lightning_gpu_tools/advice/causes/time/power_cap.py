@@ -25,7 +25,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     limit_watts, max_watts = gpu.power_limit_watts, gpu.power_limit_watts_max
     if capped_percent is None or clock_percent is None or busy_percent < BUSY_PERCENT:
         return
-    # An H100 is delivered at its highest limit; dense matrix products reach it, and nothing can be changed.
+    # An H100 ships with its highest limit; dense matrix products reach it, and nothing can be changed.
     if limit_watts is None or max_watts is None or limit_watts >= max_watts:
         return
     if capped_percent <= _MIN_PERCENT or clock_percent >= _MAX_CLOCK_PERCENT:

@@ -15,7 +15,7 @@ from lightning_gpu_tools.advice.findings import Finding, lost_time
 from lightning_gpu_tools.advice.idle_time import idle_share
 from lightning_gpu_tools.advice.lines import in_words, is_of_program
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, Recompiled, RunMeasurements
-from lightning_gpu_tools.units import printable
+from lightning_gpu_tools.units import plural, printable
 
 # Our defaults. Compiling a function again to make a size dynamic is normal, and happens for a few sizes.
 _MIN_COUNT = 3
@@ -57,7 +57,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 def _advice(worst: Recompiled, reason: str) -> str:
     name = printable(worst.function)
     where = f"{name} ({printable(worst.file)}:{worst.line})" if is_of_program(worst.file) else name
-    advice = f"torch recompiled {where} {worst.count:,} time{'s' * (worst.count > 1)}"
+    advice = f"torch recompiled {where} {plural(worst.count, 'time')}"
     advice += f"; the last reason was: {reason}." if reason else "."
     if size := _SIZE.search(worst.reason):
         tensor = re.sub(r"^L\['(.+?)'\]", r"\1", size["tensor"])

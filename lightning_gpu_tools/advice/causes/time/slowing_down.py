@@ -36,8 +36,8 @@ _ADVICE = {
     "larger_batches": "If batches are not meant to grow, shuffle the samples, or limit the elements per batch.",
     "lower_clock": "Heat or the power limit lowers the clock more and more: nvidia-smi -q -d PERFORMANCE shows the "
     "reason. Check the air flow and the fans.",
-    "kept_memory": "Each step works on all that earlier steps have kept. Keep loss.detach() or loss.item() instead of "
-    "a loss with its graph, and only the latest values: collections.deque(maxlen=1000).",
+    "kept_memory": "Each step works on everything that earlier steps have kept. Keep loss.detach() or loss.item() "
+    "instead of a loss with its graph, and only the latest values: collections.deque(maxlen=1000).",
     "unknown": "Batches, clock and memory are as before.",
 }
 

@@ -41,7 +41,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 CAUSE = Cause(
     says="A batch too small to fill the GPU costs ...",
-    change="the `batch_size` in the advice, which fits by measured memory",
+    change="the `batch_size` in the advice, which fits according to measured memory",
     find=find,
     needs=("gpu.sm_active_percent",),
     silenced_by=("communication",),

@@ -26,8 +26,8 @@ _MIN_COVERAGE = 0.80
 _SIGMA_PER_MAD = 1.4826  # standard deviation per median absolute deviation, of normal noise (Hampel's identifier)
 # Our defaults from here on.
 _MIN_WAITED = 0.50  # of the blamed rank's excess: the others' longer wait
-_MOST = 2 / 3  # of the excess: the least for a phase to be reported
-_ALWAYS = 0.90  # of the parts of a run: rarer is said
+_MIN_EXPLAINED = 2 / 3  # of the excess, for a phase to be reported
+_ALWAYS = 0.90  # of the parts of a run: if it is late in fewer, the report says so
 _MIN_LATE_PARTS = 3  # fewer are chance, unless there are few parts
 
 _GPU_ADVICE = "compare its clocks, its temperature and other jobs on that machine with those of the other ranks"
@@ -161,7 +161,7 @@ def _phase_behind(ranks: Sequence[RankStep], slow: RankStep, excess_s: float) ->
     }
     phase = max(behind_s, key=behind_s.__getitem__, default="")
     coverage = behind_s.get(phase, 0.0) / excess_s if excess_s > 0 else 0.0
-    return (phase, coverage) if coverage >= _MOST else (None, coverage)
+    return (phase, coverage) if coverage >= _MIN_EXPLAINED else (None, coverage)
 
 
 CAUSE = Cause(

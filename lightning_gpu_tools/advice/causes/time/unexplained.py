@@ -27,8 +27,8 @@ _NAME_IT = "If it is validation, put it in `with run.phase('validation'):`."
 _LINES = {
     TRAINER: "The Trainer's own work takes",
     TRAINING_STEP: "Work in the {activity} step other than forward, backward and optimizer takes",
-    OUTSIDE_LOOP: "Code outside of run.batches() takes",
-    UNEXPLAINED: "Work outside of all hooks and steps takes",
+    OUTSIDE_LOOP: "Code outside run.batches() takes",
+    UNEXPLAINED: "Work outside all hooks and steps takes",
 }
 
 
@@ -92,7 +92,7 @@ def explain_rest(run: RunMeasurements, idle: float) -> Finding:
 
 
 def _is_named(finding: Finding, others: Sequence[Finding]) -> bool:
-    """Return whether slow steps, of which it is known which, take the time of the line."""
+    """Return whether a finding of slow steps already explains the time of this line."""
     return any(one.cause == "slow_steps" and one.evidence["phase"] == finding.evidence["phase"] for one in others)
 
 
@@ -104,7 +104,7 @@ CAUSE = Cause(
     rows=[
         Shape("Unexplained idle time inside the training step", '`Trainer(profiler="pytorch")`'),
         Shape(
-            "The Trainer's own work, or work outside of all hooks and steps, takes ...",
+            "The Trainer's own work, or work outside all hooks and steps, takes ...",
             "find the function with `py-spy` or `cProfile`",
         ),
     ],

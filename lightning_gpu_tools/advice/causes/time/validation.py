@@ -1,7 +1,7 @@
 """validation: validation takes long and leaves the GPU idle.
 
-Compares its share of the time with the usual one. On a GPU, only time during which the GPU was idle counts. The only
-validation of a run does not count. Starting the workers of its loader and waiting for its batches are timed.
+Compares its share of the time with the usual one. On a GPU, only time during which the GPU was idle counts. A run with
+a single validation is not judged. Starting the workers of its loader and waiting for its batches are timed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Evidenc
 from lightning_gpu_tools.advice.host_phases import times_less
 from lightning_gpu_tools.advice.workers_allowed import workers_allowed
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
+from lightning_gpu_tools.units import plural
 
 # Our defaults.
 MAX_USUAL = 0.25  # of the wall time; with 20% as many samples, forward alone takes about 7%
 _USUAL = 0.10  # of the wall time, after the change in the advice
 _MAX_EPOCHS_APART = 10  # the most in the advice: noticing overfitting later wastes time
-_MOST = 0.5  # of validation: from here on, its loader is what to change
+_MIN_LOADER_SHARE = 0.5  # of validation: from here on, the advice is to change its loader
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
@@ -40,10 +41,10 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     }
     loaders = run.validation_loaders
     restarted = [one.num_workers for one in loaders if one.num_workers and not one.persistent_workers]
-    if restarted and started >= _MOST:
+    if restarted and started >= _MIN_LOADER_SHARE:
         rest = taken * (1 - started) / (1 - taken * started)  # of the wall time, once workers are kept
         changes = [_kept_workers(restarted, started), _less(run, rest) if rest >= MAX_USUAL else ""]
-    elif loaders and not any(one.num_workers for one in loaders) and waited >= _MOST:
+    elif loaders and not any(one.num_workers for one in loaders) and waited >= _MIN_LOADER_SHARE:
         changes = [_workers(run, waited), _less(run, taken)]
     else:
         changes = [_less(run, taken)]
@@ -75,7 +76,7 @@ def _kept_workers(restarted: list[int], started: float) -> str:
     """Return how to keep the workers of loaders that start them in each validation."""
     which, most, count = f"the validation loader{'s' * (len(restarted) > 1)}", max(restarted), sum(restarted)
     return (
-        f"Each validation starts {count} worker{'s' * (count > 1)} anew, in {100 * started:.0f}% of its time. "
+        f"Each validation spends {100 * started:.0f}% of its time starting {plural(count, 'worker')}. "
         f"Keep the workers of {which}: DataLoader(..., num_workers={most}, persistent_workers=True) "
         f"(now {most}, False)."
     )
@@ -90,7 +91,7 @@ def _workers(run: RunMeasurements, waited: float) -> str:
     obstacles = " ".join(dict.fromkeys(one.reasons for one in allowed if one.obstacles))
     first = f"{obstacles} Then set" if obstacles else "Set"
     return (
-        f"Validation waits for its loader in {100 * waited:.0f}% of its time. {first} DataLoader(..., "
+        f"Validation spends {100 * waited:.0f}% of its time waiting for its loader. {first} DataLoader(..., "
         f"num_workers={workers}, persistent_workers=True) for the validation loader (now 0, False)."
     )
 
@@ -110,7 +111,7 @@ def _less(run: RunMeasurements, taken: float) -> str:
 
 
 def _rarely(run: RunMeasurements, times: int) -> str:
-    """Return the option of the Trainer that validates so much less often; empty if there is none."""
+    """Return the option of the Trainer that validates this many times less often; empty if there is none."""
     if not run.validations or not run.epoch_steps:
         return ""
     steps = round(run.steps / run.validations)
@@ -128,10 +129,10 @@ CAUSE = Cause(
             "`check_val_every_n_epoch` or `val_check_interval`, if there are enough epochs; `limit_val_batches`",
         ),
         Shape(
-            "Each validation starts ... workers anew, in ...% of its time",
+            "Each validation spends ...% of its time starting ... workers",
             "`persistent_workers=True` for the validation loader",
         ),
-        Shape("Validation waits for its loader in ...% of its time", "the `num_workers` in the advice"),
+        Shape("Validation spends ...% of its time waiting for its loader", "the `num_workers` in the advice"),
     ],
     find=find,
     why_not=why_not,
