@@ -321,8 +321,12 @@ class Attempt:
         elif why and not visible:
             message = f"{requested}, but {shown}"
         else:
-            message = f"{requested}, but {len(ranking.candidates) or 'none'} of {len(visible)} visible qualify."
-            message += f" {shown}" if why else ""
+            qualified = len(ranking.candidates)
+            verb = "qualifies" if qualified == 1 else "qualify"
+            answer = f"{qualified or 'none'} of {plural(len(visible), 'visible GPU')} {verb}"
+            if len(visible) == 1 and not qualified:
+                answer = "the only visible GPU does not qualify"
+            message = f"{requested}, but {answer}.{f' {shown}' if why else ''}"
         message = "\n  ".join([message, *folded_reasons(rejections)])
         return NotEnoughGpusError(message, count, [str(rejection) for rejection in rejections])
 
