@@ -50,9 +50,10 @@ class Advisor:
         if sum(block.wall_s for block in session.clock.blocks) < self._min_seconds:
             self._next_judgment = later
             return
-        measured = session.begin().measurements()
+        recorder = session.begin()
+        measured = recorder.measurements()
         diagnosis = session.diagnosis(measured)
-        if diagnosis is None or diagnosis.verdict == "too_short" or session.ranks.are_missing(measured):
+        if diagnosis is None or diagnosis.verdict == "too_short" or recorder.ranks.are_missing(measured):
             self._next_judgment = later
         elif diagnosis.verdict != "low":
             self._next_judgment *= 2  # judging costs about a millisecond

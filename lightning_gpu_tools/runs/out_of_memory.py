@@ -28,8 +28,9 @@ from lightning_gpu_tools.memory.holdings import count_holdings
 from lightning_gpu_tools.memory.readings import MemoryGrowth, MemoryLine, MemoryReading, RankMemory
 from lightning_gpu_tools.processes import INIT, process_stat
 from lightning_gpu_tools.runs.ending import AllocatorFailure, Ending
-from lightning_gpu_tools.runs.ranks import Ranks
-from lightning_gpu_tools.runs.run import Run, gpu_readings
+from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.runs.run_gpus import gpu_readings
+from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.selection.visibility import whole_or_instances
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UNEXPLAINED, VALIDATION
@@ -65,12 +66,12 @@ def out_of_memory_facts(
     ending: Ending,
     memory: RankMemory | None,
     growth: tuple[MemoryGrowth, ...],
-    ranks: Ranks | None,
+    recorder: RunRecorder | None,
     kills: int,
 ) -> OutOfMemory | None:
     """Return the facts about an out-of-memory error; ``None`` if the message has another meaning here.
 
-    ``ranks`` is the exchange with other ranks, once training has begun.
+    ``recorder`` has the other facts, once training has begun.
     """
     run, clock, phase = ending.run, ending.clock, UNEXPLAINED
     counted: dict[str, Any] = {}
@@ -84,7 +85,7 @@ def out_of_memory_facts(
             "grad_enabled": failure.grad_enabled,
             "batch_shape": ending.batch_shape,
             "batch_bytes": ending.batch_bytes,
-            "usual_items": None if ranks is None else ranks.recorder.usual_batch_items,
+            "usual_items": None if recorder is None else recorder.usual_batch_items,
             "begins": ending.begins.points(),
             "validation_begins": ending.validation_begins.points(),
             "lines": failure.lines,
@@ -104,7 +105,7 @@ def out_of_memory_facts(
         **counted,
     )
     if message.source != "host" and run.gpu is not None:
-        found = replace(_with_gpus(found, ranks, run), allocator=_allocator_settings())
+        found = replace(_with_gpus(found, recorder, run), allocator=_allocator_settings())
         found = replace(found, model=_model_size(run, memory, found.is_sharded))
     return found if is_out_of_memory(found) else None
 
@@ -150,7 +151,7 @@ def _requesting_line(error: BaseException, requested_bytes: int) -> MemoryLine |
     return MemoryLine(requested_bytes, 1, "", seen.file, seen.line, seen.function)
 
 
-def _with_gpus(found: OutOfMemory, ranks: Ranks | None, run: Run) -> OutOfMemory:
+def _with_gpus(found: OutOfMemory, recorder: RunRecorder | None, run: Run) -> OutOfMemory:
     assert run.gpu is not None
     (own,) = gpu_readings([run.gpu])
     found = replace(found, uuid=own.uuid)
@@ -162,9 +163,9 @@ def _with_gpus(found: OutOfMemory, ranks: Ranks | None, run: Run) -> OutOfMemory
         return found
     listed = (found.gpu.processes if found.gpu is not None else None) or ()
     job_pids, watch = None, None
-    if ranks is not None:
-        ranks.exchange.read_node()
-        job_pids, watch = ranks.pids_on_node(), ranks.recorder.gpus
+    if recorder is not None:
+        recorder.ranks.exchange.read_node()
+        job_pids, watch = recorder.ranks.pids_on_node(), recorder.gpus
     if job_pids is None or not nvml.pids_are_ours() or any(one.is_foreign for one in listed):
         return found
     found = replace(found, pid=os.getpid())

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.gpus import limits
-from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.loaders.inside import Inside
 from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.memory.holdings import Training
-from lightning_gpu_tools.selection.visibility import shown_uuid
 from lightning_gpu_tools.training.line_sampler import WorkerLines
 from lightning_gpu_tools.training.rank_exchange import RankPlace
 from lightning_gpu_tools.training.rank_waits import RankWaits
@@ -108,25 +101,3 @@ class Timer(Protocol):
 
     def stop(self) -> None:
         """Stop the clock and restore everything, once."""
-
-
-def gpu_readings(devices: Iterable[torch.device]) -> tuple[GpuReading, ...]:
-    """Return UUID, name, and torch's index in this process, of each GPU or MIG instance."""
-    found = []
-    for device in devices:
-        properties = torch.cuda.get_device_properties(device)
-        uuid = f"GPU-{properties.uuid}"
-        if " MIG " in properties.name:  # as CUDA names an instance: "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
-            uuid = _instance_uuid(str(properties.uuid))
-        found.append(GpuReading(index=device.index or 0, uuid=uuid, name=properties.name))
-    return tuple(found)
-
-
-@functools.cache  # a process sees the same instance until it exits
-def _instance_uuid(cuda_uuid: str) -> str:
-    gpus: tuple[GpuReading, ...] = ()
-    with contextlib.suppress(NvmlUnavailableError):
-        from lightning_gpu_tools.gpus import nvml  # imports pynvml
-
-        gpus = nvml.read_gpus(limit_s=limits.LIMIT_S)
-    return shown_uuid(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), cuda_uuid)

@@ -1,9 +1,10 @@
-"""The training loaders of a run: their settings, the one that training waits for most, and facts about it."""
+"""The training loaders of a run: their settings, the one that training waits for most, its workers and its storage."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,33 +14,51 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.advice.lines import MIN_SAMPLES
+from lightning_gpu_tools.host import children_cpu_s
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.inside import Inside
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.runs.run import Run
-from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoaderSettings
+from lightning_gpu_tools.training.cores import growth_per
+from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoaderSettings, LoadingFacts
+from lightning_gpu_tools.training.safe_reader import SafeReader
+from lightning_gpu_tools.training.step_clock import StepClock
+from lightning_gpu_tools.training.storage import Storage, path_of_data, storage_of
+from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
-_MUCH_SLOWER = 1.5  # our default: among loaders that take about as long, the first one is followed
+# Our defaults.
+_MUCH_SLOWER = 1.5  # among loaders that take about as long, the first one is followed
+_POLL_EVERY_STEPS, _POLL_EVERY_S = 10, 0.05  # of the workers and the loader's settings, which takes 40 us
 
 
 class RunLoaders:
     """The loaders of a run, one of which is followed.
 
     ``waits`` counts samples of the training thread while it waited for a batch, by the place of the loader; those of
-    ``None`` are of a loader that is not torch's. ``fact`` returns a fact by its name, a function, and what to return if
-    that raises an error.
+    ``None`` are of a loader that is not torch's. ``began_cpu_s`` is the CPU time of this process's children so far.
     """
 
     def __init__(
-        self, run: Run, waits: Counter[int | None], fact: Callable[[str, Callable[[], Any], Any], Any]
+        self,
+        run: Run,
+        clock: StepClock,
+        waits: Counter[int | None],
+        reader: SafeReader,
+        began_cpu_s: float | None,
     ) -> None:
-        self._run = run
+        self.workers = WorkerWatch(lambda: run.iterator)
+        self.storage: Storage | None = None  # of the dataset
+        self._run, self._clock = run, clock
         self._samples = waits
-        self._fact = fact
-        self._all = self._read_all()
+        self._read = reader.read
+        self._since = began_cpu_s, 0  # the children's CPU time, and the step, when these settings began
+        self._next_poll, self._next_poll_s = 0, 0.0  # step, and time by the clock
+        self._all = self._read_settings()
         self._began = WeakKeyDictionary[Any, LoaderFacts]()
-        for one in run.loaders:
-            self._read(one)
+        for loader in run.loaders:
+            self._read_facts(loader)
+        clock.ready_batches = self._ready_batches
+        clock.warm_up_steps = max(clock.warm_up_steps, 2 * clock.ready_batches)
 
     @property
     def settings(self) -> LoaderSettings | None:
@@ -47,26 +66,75 @@ class RunLoaders:
         return self._all[min(self._run.slowest, len(self._all) - 1)] if self._all else None
 
     @property
-    def ready_batches(self) -> int:
+    def _ready_batches(self) -> int:
         """The largest number of batches that the workers of a loader keep ready."""
         return max((one.num_workers * (one.prefetch_factor or 0) for one in self._all if one is not None), default=0)
 
-    def follow(self) -> Literal["another", "changed"] | None:
-        """Follow the slowest loader; return whether it is another one than before, or whether settings have changed."""
+    def after_step(self) -> None:
+        """Sample the workers if it is due, and follow the slowest loader."""
+        clock = self._clock
+        if clock.last_fetch_s > LONG_WAIT_S:
+            self._read("the loader's workers", self.workers.after_long_wait, None)
+        if clock.steps >= self._next_poll and clock.since_s >= self._next_poll_s:
+            self._next_poll = clock.steps + _POLL_EVERY_STEPS
+            self._next_poll_s = clock.since_s + _POLL_EVERY_S
+            self._read("the loader's workers", partial(self.workers.poll, clock.steps), None)
+            self._follow()
+
+    def _follow(self) -> None:
+        is_new = self._is_new()
+        if is_new == "another":
+            pids, self.workers = self.workers.pids, WorkerWatch(lambda: self._run.iterator)
+            self.workers.pids = pids
+        elif is_new == "changed":  # when NumWorkersFinder has changed the settings, only the new ones count
+            self._since = self._read("the workers' CPU time", children_cpu_s, None), self._clock.steps
+            self.workers.unseen = None
+            self._clock.ready_batches = self._ready_batches
+            self._clock.begin_anew()
+
+    def _is_new(self) -> Literal["another", "changed"] | None:
+        """Return whether the slowest loader is another one than before, or whether settings have changed."""
         waits = self._waits()
         slowest = self._slowest(waits)
         if slowest is not None and waits[slowest] > _MUCH_SLOWER * waits[self._run.slowest]:
             self._run.slowest = slowest
             return "another"
-        before, self._all = self._all, self._read_all()
+        before, self._all = self._all, self._read_settings()
         return "changed" if any(self._all) and self._all != before else None
 
+    def poll_threads(self) -> float:
+        """Poll the threads of the workers, in any thread, and return the seconds until the next poll."""
+        return self._read("the threads of the loader's workers", self.workers.poll_threads, math.inf)
+
+    def read_storage(self) -> float:
+        """Read the file system of the dataset, in any thread, once."""
+        loader = self._run.loader
+        dataset = None if loader is None else loader.dataset
+        self.storage = self._read("the storage of the dataset", lambda: storage_of(path_of_data(dataset)), None)
+        return math.inf
+
+    def loading(self) -> LoadingFacts | None:
+        """Return the observations of the workers."""
+        return self._read("the loader's workers", self.workers.facts, None)
+
+    def worker_cpu_s_per_batch(self, now_cpu_s: float | None, loading: LoadingFacts | None) -> float | None:
+        """Return the workers' CPU time for a batch, given that of all children; ``None`` without workers."""
+        settings, clock = self.settings, self._clock
+        if settings is None or not settings.num_workers:
+            return None
+        before_s, before_steps = self._since
+        cpu_s = growth_per(max(1, clock.steps - before_steps), before_s, now_cpu_s)
+        if cpu_s is None or loading is None or loading.worker_cores is None:
+            return cpu_s
+        # Others may be children.
+        return min(cpu_s, settings.num_workers * loading.worker_cores * clock.wall_s / max(1, clock.steps))
+
     def followed(self) -> tuple[LoaderFacts | None, LoaderFacts | None, float]:
-        """Return the facts about that loader, at first and now, and its share of the waits."""
+        """Return the facts about the loader that is followed, at first and now, and its share of the waits."""
         loaders, waits = self._run.loaders, self._waits()
         if not loaders:
             return None, None, 1.0
-        began, now = self._read(loaders[min(self._run.slowest, len(loaders) - 1)])
+        began, now = self._read_facts(loaders[min(self._run.slowest, len(loaders) - 1)])
         if len(loaders) == 1:
             return began, now, 1.0
         if self._slowest(waits) is not None:
@@ -85,15 +153,15 @@ class RunLoaders:
         """Return the place of the loader that training waits for most; ``None`` if that is not known."""
         return max(waits, key=waits.__getitem__) if waits.total() >= MIN_SAMPLES else None
 
-    def _read_all(self) -> Sequence[LoaderSettings | None]:
+    def _read_settings(self) -> Sequence[LoaderSettings | None]:
         loaders = [one.loader for one in self._run.loaders]
-        return [self._fact("the loader's settings", partial(_settings, one), None) for one in loaders]
+        return [self._read("the loader's settings", partial(_settings, one), None) for one in loaders]
 
-    def _read(self, one: Inside) -> tuple[LoaderFacts | None, LoaderFacts | None]:
+    def _read_facts(self, one: Inside) -> tuple[LoaderFacts | None, LoaderFacts | None]:
         """Return the facts about a loader when they were first read, and now."""
         ranks = self._run.place.world_size
         read = partial(read_loader_facts, one.loader, name=one.name, within=one.within, ranks=ranks)
-        began = now = self._fact("the loader's dataset", read, None)
+        began = now = self._read("the loader's dataset", read, None)
         with suppress(TypeError):  # it has no weak references, like a list
             began = now and self._began.setdefault(one.loader, now)
         return began, now

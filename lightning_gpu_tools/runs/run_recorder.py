@@ -4,130 +4,115 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from statistics import median_high
-from time import perf_counter  # by name: a program's tests may replace the functions of `time`
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
 from lightning_gpu_tools.gpus.metrics import GpuWindow, mean_window
-from lightning_gpu_tools.gpus.readings import not_none, weighted_mean
+from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.host import (
-    HostBudget,
-    affinity_cores,
-    children_cpu_s,
-    cores_in_reach,
-    idle_cpu_s,
-    read_host_budget,
-    resident_memory_bytes,
-)
+from lightning_gpu_tools.host import resident_memory_bytes
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape, first_tensor
-from lightning_gpu_tools.runs.contexts import Contexts
-from lightning_gpu_tools.runs.rank_entries import Received, own_step, own_waits, received
-from lightning_gpu_tools.runs.run import Run, Timer, gpu_readings
+from lightning_gpu_tools.memory.history import MemoryHistory
+from lightning_gpu_tools.runs.rank_entries import own_step, own_waits
+from lightning_gpu_tools.runs.ranks import MemoryShare, Ranks
+from lightning_gpu_tools.runs.run import Run, Timer
+from lightning_gpu_tools.runs.run_gpus import Contexts, gpu_readings, mean_utilization
 from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.compilations import Compilations
-from lightning_gpu_tools.training.cores import CoreUsers
+from lightning_gpu_tools.training.cores import CoreUse, CoreUsers, HostReading
 from lightning_gpu_tools.training.line_sampler import LineSampler
-from lightning_gpu_tools.training.phases import RANK_WAIT, base_phase
+from lightning_gpu_tools.training.phases import CAPTURED, OPTIMIZER, RANK_WAIT, base_phase, is_backward
 from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
     HeldContext,
-    LoaderSettings,
+    LoadingFacts,
     Quantity,
     RunMeasurements,
     SourceLine,
     StepBlock,
 )
-from lightning_gpu_tools.training.stacks import ThreadTimes, added_times, thread_times
-from lightning_gpu_tools.training.step_clock import StepClock
-from lightning_gpu_tools.training.storage import Storage, path_of_data, storage_of
-from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
-from lightning_gpu_tools.units import printable
+from lightning_gpu_tools.training.safe_reader import SafeReader
+from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
+from lightning_gpu_tools.training.storage import Storage, storage_of
 
-_POLL_EVERY_STEPS, _POLL_EVERY_S = 10, 0.05  # our defaults: of the workers and the loader's settings, which takes 40 us
-_SEARCH_EVERY_S = 1.0  # our default: until the steps for the largest batch are recorded
-_READ_EVERY_S, _MAX_READINGS = 0.25, 120  # our defaults: of what may change along with the step time
-_MAX_LINES = 8  # our default: that a rank sends to rank 0
-_MAX_BATCHES = 101  # our default: whose median is the usual size of a batch
-
-_Fact = TypeVar("_Fact")
-
-
-class Facts:
-    """A reader of single facts, for any thread: one that cannot be read is left out, and listed in the report."""
-
-    def __init__(self) -> None:
-        self.unread: dict[str, str] = {}  # names of facts that could not be read, and the reason
-
-    def read(self, what: str, read: Callable[[], _Fact], missing: _Fact) -> _Fact:
-        """Return a fact, or ``missing`` if reading it raises an error (a new torch, a driver, an odd batch)."""
-        try:
-            return read()
-        except Exception as error:  # noqa: BLE001 - the rest can still be measured
-            self.note_unread(what, error)
-            return missing
-
-    def note_unread(self, what: str, error: Exception) -> None:
-        """Record a fact that could not be read."""
-        # As text, because its frames would keep a batch; with this function, because str(error) may raise.
-        self.unread[what] = printable("".join(traceback.format_exception_only(error)).strip(), 200)
-
-
-class HostReading(NamedTuple):
-    """The state of the host at one moment; CPU times are counters."""
-
-    at_s: float  # by perf_counter
-    budget: HostBudget
-    own_cpu_s: float
-    children_cpu_s: float | None
-    idle_cpu_s: float | None  # while its cores were idle
-    threads: dict[int, ThreadTimes]  # of this process
+# Our defaults.
+_WARM_UP_POLL_S = 0.4  # until the memory that the first steps fill, such as caches, is there
+_SEARCH_EVERY_S = 1.0  # until the steps for the largest batch are recorded
+_READ_EVERY_S, _MAX_READINGS = 0.25, 120  # of what may change along with the step time
+_MAX_LINES = 8  # that a rank sends to rank 0
+_MAX_BATCHES = 101  # whose median is the usual size of a batch
+_MAX_LOGGED_RANKS = 64  # eight machines with eight GPUs, each with a dozen metrics
 
 
 class RunRecorder:
-    """The facts that describe a run at any time; created when training starts and the loader is known."""
+    """The facts that describe a run at any time; created when training starts and the loader is known.
 
-    def __init__(self, run: Run, clock: StepClock, timer: Timer, gpus: GpuWatch | None, core_users: CoreUsers) -> None:
+    Ranks exchange facts under ``name`` in ``store``. If ``is_monitored``, GPUs of other nodes are published for loggers
+    and the report.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        clock: StepClock,
+        timer: Timer,
+        gpus: GpuWatch | None,
+        *,
+        name: str,
+        store: Any,
+        is_monitored: bool,
+    ) -> None:
         self.run = run
         self.gpus = gpus
-        self.memory = timer.memory  # of this rank's GPU
-        self.largest_batch_size: int | None = None  # in samples, that fits there
+        self.reader = SafeReader()
+        self.largest_batch_size: int | None = None  # in samples, that fits on this rank's GPU
         self.batch_bytes: int | None = None  # of the first batch
-        self.core_users = core_users
-        self.lines = LineSampler(clock, timer.worker_lines, lambda: [one.loader for one in run.loaders])
-        self.compilations = Compilations()
-        self.facts = Facts()
-        self._readings: dict[Quantity, Timeline] = {}
-        self._clock = clock
-        self._rank_waits = timer.rank_waits
-        self._received = Received()
-        self._contexts = Contexts(run)
-        self._local_ranks = run.place.local_ranks
-        self._began = self.read_host()
+        self._clock, self._timer = clock, timer
+        self._is_monitored = is_monitored
         self._on_gpu = bool(run.gpus)
-        self._loaders = RunLoaders(run, self.lines.waits, self.facts.read)
-        self._loader_since = self._began.children_cpu_s, 0  # the children's CPU time, and the step
-        clock.ready_batches = self._loaders.ready_batches
-        clock.warm_up_steps = max(clock.warm_up_steps, 2 * clock.ready_batches)
-        self._workers = WorkerWatch(lambda: run.iterator)
-        self._storage: Storage | None = None  # of the dataset
+        self._contexts = Contexts(run)
         self._checkpoint_storage: Storage | None = None
-        self._next_poll, self._next_poll_s = 0, 0.0  # step, and time by the clock
+        self._readings: dict[Quantity, Timeline] = {}
         self._batch_items: deque[int | None] = deque(maxlen=_MAX_BATCHES)  # of completed steps
+        self.memory = timer.memory  # of this rank's GPU
+        self.history = MemoryHistory(timer.memory, worker_pids=lambda: compat.worker_pids(run.iterator))
+        self.compilations = Compilations()
+        self.lines = LineSampler(clock, timer.worker_lines, lambda: [one.loader for one in run.loaders])
+        users = CoreUsers(
+            lambda: clock.core_wait_s,
+            lambda: self.ranks.pids_on_node() or (),
+            lambda: {*timer.worker_lines.pids, *compat.worker_pids(run.iterator)},
+        )
+        self.cores = CoreUse(users, self.reader, local_ranks=run.place.local_ranks)
+        self.loaders = RunLoaders(run, clock, self.lines.waits, self.reader, self.cores.began.children_cpu_s)
+        self.ranks = Ranks(name, run.place, store, self.reader)
+        self.ranks.exchange.publish(pid=os.getpid(), contexts=[*map(asdict, self.own_contexts())])
+        if self.memory is not None and self.gpus is not None:
+            self.memory.when_read = self.gpus.note_memory
+
+    def jobs(self) -> Iterator[tuple[str, Callable[[], float]]]:
+        """Yield what to call in the background: a name, and a function that returns the seconds until the next call."""
+        if self.run.place.rank == 0:
+            if self._is_monitored:
+                yield "Sampling the memory", self._poll_memory
+            yield "Sampling the use of the cores", self.cores.users.poll
+            yield "Sampling the threads of the loader's workers", self.loaders.poll_threads
+            yield "Reading the compilations of torch.compile", self.compilations.poll
+            yield "Reading the storage", self._read_storage
+            yield "Sampling quantities that may grow", self._poll_readings
+        if self.memory is not None and self._is_monitored:
+            yield "The search for the largest batch", self.find_largest_batch
 
     @property
     def usual_batch_items(self) -> float | None:
@@ -137,15 +122,33 @@ class RunRecorder:
 
     @property
     def unseen(self) -> list[str]:
-        """The facts that could not be read, including those about the loader's workers."""
-        has_workers = self.loader is not None and self.loader.num_workers
-        unread = [f"{what} ({why})" for what, why in sorted(self.facts.unread.items())]
-        return [*unread, *sorted((has_workers and self._workers.unseen) or ())]
+        """The facts that could not be measured with this version of torch, or not be read."""
+        clock, loader = self._clock, self.loaders.settings
+        found = [f"{what} ({why})" for what, why in sorted(self.reader.unread.items())]
+        if loader is not None and loader.num_workers:
+            found += sorted(self.loaders.workers.unseen or ())
+        if self.gpus is not None:
+            found += self.gpus.refused
+            if self.ranks.exchange.ranks < self.run.place.world_size:
+                found.append("torch.distributed's store")
+        has_backward = any(map(is_backward, clock.seconds))
+        if CAPTURED in clock.seconds or (clock.replays and not has_backward):
+            found.append("the parts of a step inside a CUDA graph")
+        elif OPTIMIZER in clock.seconds and not has_backward and self._has_compiled:
+            found.append("backward inside compiled code")
+        if self._timer.rank_waits.unseen:
+            found.append("waiting for other ranks within backward")
+        if clock.knows_core_wait is False:
+            found.append("waiting for a CPU core (schedstat)")
+        if self.memory is not None and self.memory.failure is not None:
+            found.append(f"torch's memory counters ({self.memory.failure!r})")
+        return found
 
     @property
-    def has_compiled(self) -> bool:
-        """Whether torch.compile has compiled anything."""
-        return self.facts.read("the compilations of torch.compile", self.compilations.facts, None) is not None
+    def _has_compiled(self) -> bool:
+        return self.reader.read("the compilations of torch.compile", self.compilations.facts, None) is not None
+
+    # In the training thread, in every step
 
     def note_batch(self, batch: Any) -> None:
         """Record the size of this step's batch."""
@@ -158,33 +161,29 @@ class RunRecorder:
             if self.batch_bytes is None:
                 self.batch_bytes = batch_bytes(batch)
         except Exception as error:  # noqa: BLE001 - an odd batch must not stop measuring the rest
-            self.facts.note_unread("the batch's size", error)
+            self.reader.note_unread("the batch's size", error)
 
     def after_step(self) -> None:
-        """Record the size of the batch, and sample the loader's workers if it is due."""
+        """Record the size of the batch, sample the loader's workers, and publish facts for other ranks if it is due."""
         self._batch_items.append(self._clock.times.batch_items)
-        if self._clock.last_fetch_s > LONG_WAIT_S:
-            self.facts.read("the loader's workers", self._workers.after_long_wait, None)
-        if self._clock.steps >= self._next_poll and self._clock.since_s >= self._next_poll_s:
-            self._next_poll = self._clock.steps + _POLL_EVERY_STEPS
-            self._next_poll_s = self._clock.since_s + _POLL_EVERY_S
-            self.facts.read("the loader's workers", partial(self._workers.poll, self._clock.steps), None)
-            self._follow_loader()
+        self.loaders.after_step()
+        if self.ranks.exchange.wanted:
+            self._clock.as_own_work(self.publish)
 
-    def poll_worker_threads(self) -> float:
-        """Poll the threads of the loader's workers, and return the seconds until the next poll."""
-        return self.facts.read("the threads of the loader's workers", self._workers.poll_threads, math.inf)
+    # In the background
 
-    def read_storage(self) -> float:
-        """Read the file systems of the dataset and of checkpoints, in any thread, once."""
-        read, run = self.facts.read, self.run
-        dataset = None if run.loader is None else run.loader.dataset
-        self._storage = read("the storage of the dataset", lambda: storage_of(path_of_data(dataset)), None)
-        self._checkpoint_storage = read("the storage of checkpoints", lambda: storage_of(run.checkpoint_folder), None)
-        return math.inf
+    def _poll_memory(self) -> float:
+        return self.history.poll() if self._clock.steps > WARM_UP_STEPS else _WARM_UP_POLL_S
 
-    def poll_readings(self) -> float:
-        """Read what may change along with the step time, and return the seconds until the next poll."""
+    def _read_storage(self) -> float:
+        """Read the file systems of the dataset and of checkpoints, once."""
+        self._checkpoint_storage = self.reader.read(
+            "the storage of checkpoints", lambda: storage_of(self.run.checkpoint_folder), None
+        )
+        return self.loaders.read_storage()
+
+    def _poll_readings(self) -> float:
+        """Read what may change along with the step time."""
         if self._clock.steps > self._clock.warm_up_steps:
             now: dict[Quantity, float | None] = {
                 "batch_items": self._clock.times.batch_items,
@@ -196,87 +195,95 @@ class RunRecorder:
                     self._readings.setdefault(name, Timeline(_MAX_READINGS, 1.0)).add(self._clock.steps, value)
         return _READ_EVERY_S
 
-    @property
-    def loader(self) -> LoaderSettings | None:
-        """The settings of the training loader, or of the slowest one of several, if it is torch's."""
-        return self._loaders.settings
+    def find_largest_batch(self) -> float:
+        """Find the largest batch that fits this rank's GPU, once, in any thread; return the seconds until the next try.
 
-    def _follow_loader(self) -> None:
-        is_new = self._loaders.follow()
-        if is_new == "another":
-            pids, self._workers = self._workers.pids, WorkerWatch(lambda: self.run.iterator)
-            self._workers.pids = pids
-        elif is_new == "changed":  # when NumWorkersFinder has changed the settings, only the new ones count
-            self._loader_since = self.facts.read("the workers' CPU time", children_cpu_s, None), self._clock.steps
-            self._workers.unseen = None
-            self._clock.ready_batches = self._loaders.ready_batches
-            self._clock.begin_anew()
+        Takes up to a second.
+        """
+        recorded, loader = None if self.memory is None else self.memory.recorded, self.loaders.settings
+        if self.memory is None or self.memory.failure is not None:
+            return math.inf
+        if recorded is None or len({one.step for one in recorded.steps}) < 2:
+            return _SEARCH_EVERY_S
+        # Otherwise the first dimension of a batch is not its samples.
+        if loader is not None and loader.batch_size == recorded.steps[-1].batch_shape[0]:
+            keeps_gradients = self.run.accumulate_grad_batches > 1
+            found = largest_batch(recorded, recorded.room_bytes, self.batch_bytes or 0, keeps_gradients=keeps_gradients)
+            self.largest_batch_size = found.size
+        return math.inf
 
-    def own_entry(self) -> dict[str, Any]:
-        """Return the facts about this rank that others need, in the training thread."""
-        clock, waits, workers, nothing = self._clock, self._rank_waits, self._workers, tuple[SourceLine, ...]()
-        seen = self.facts.read("source lines", partial(self.lines.seen, workers.pids), nothing)
-        own = (one for one in seen if base_phase(one.phase) != RANK_WAIT)
+    # With other ranks
+
+    def publish(self, *, at_end: bool = False) -> None:
+        """Publish this rank's speed; the first rank of every other node also publishes its GPUs."""
+        if self.run.place.world_size == 1:
+            return
+        facts = self._own_entry()
+        if self._is_monitored and self.gpus is not None and self.run.place.rank != 0:
+            metrics, facts["troubles"] = self.gpus.take_metrics()
+            facts["metrics"] = metrics if self.run.place.world_size <= _MAX_LOGGED_RANKS else {}
+            summaries = self.gpus.summaries(at_end=at_end)
+            facts["gpus"] = [asdict(replace(gpu, timelines={})) for gpu in summaries]
+        share = self.memory_share()
+        if share is not None:  # without the long part
+            share = replace(share, memory=replace(share.memory, recorded=None))
+            facts["memory"] = asdict(share)
+        self.ranks.exchange.publish(**facts)
+
+    def _own_entry(self) -> dict[str, Any]:
+        """Return the facts about this rank that others need."""
+        clock, waits, nothing = self._clock, self._timer.rank_waits, tuple[SourceLine, ...]()
+        seen = self.reader.read("source lines", partial(self.lines.seen, self.loaders.workers.pids), nothing)
+        own = (line for line in seen if base_phase(line.phase) != RANK_WAIT)
         return {
             "own_step": own_step(self.run, clock, waits),
             "waits": own_waits(self.run, clock, waits),
-            "lines": [asdict(one) for one in islice(own, _MAX_LINES)],
+            "lines": [asdict(line) for line in islice(own, _MAX_LINES)],
             "largest_batch_size": self.largest_batch_size,
             "contexts": [*map(asdict, self.own_contexts())],
         }
 
+    def finish(self, timeout_s: float) -> list[str]:
+        """Publish one last time, and on rank 0 wait for the others; return sentences about missing facts."""
+        self.publish(at_end=True)
+        return self.ranks.finish(timeout_s)
+
+    def memory_share(self) -> MemoryShare | None:
+        """Return this rank's facts about GPU memory; ``None`` without a GPU, or if nothing could be counted."""
+        return self.reader.read("the use of the GPU's memory", self._memory_share, None)
+
+    def _memory_share(self) -> MemoryShare | None:
+        run, memory = self.run, None if self.memory is None else self.memory.facts()
+        if memory is None or run.gpu is None:
+            return None
+        (gpu,) = gpu_readings([run.gpu])
+        share = MemoryShare(gpu=(run.place.node, gpu.index, str(gpu.uuid)), memory=memory)
+        if self.gpus is None:
+            return share
+        own_pids = self.gpus.own_pids
+        samples = tuple(self.gpus.noted_memory())
+        return replace(share, samples=samples, own_pids=None if own_pids is None else tuple(sorted(own_pids)))
+
     def own_contexts(self) -> tuple[HeldContext, ...]:
         """Return this rank's CUDA contexts, in the training thread."""
-        return self.facts.read("CUDA contexts", self._contexts.read, ())
+        return self.reader.read("CUDA contexts", self._contexts.read, ())
 
     def contexts(self) -> tuple[HeldContext, ...]:
         """Return the CUDA contexts of all ranks, as far as received."""
-        return (*self.own_contexts(), *self._received.others_contexts)
+        return (*self.own_contexts(), *self.ranks.received.others_contexts)
 
-    def receive(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Process the entries of all ranks, in any thread."""
-        self._received = received(entries, self.run.place.rank)
-
-    def read_host(self) -> HostReading:
-        """Read the state of the host, in any thread; takes some milliseconds."""
-        read, ranks = self.facts.read, self._local_ranks
-        without_limit = HostBudget(
-            cores=os.cpu_count() or 1, memory_available_bytes=sys.maxsize, shm_free_bytes=None, local_ranks=ranks
-        )
-        return HostReading(
-            at_s=perf_counter(),
-            budget=read("the host's cores and memory", partial(read_host_budget, local_ranks=ranks), without_limit),
-            own_cpu_s=time.process_time(),
-            children_cpu_s=read("the workers' CPU time", children_cpu_s, None),
-            idle_cpu_s=read("the idle time of the cores", idle_cpu_s, None),
-            threads=read("the runnable threads", thread_times, {}),
-        )
+    # All of it
 
     def measurements(self, now: HostReading | None = None) -> RunMeasurements:
         """Return everything measured so far, in the training thread; ``now`` may come from another thread."""
-        clock, run, memory, read = self._clock, self.run, self.memory, self.facts.read
+        clock, run, memory, read = self._clock, self.run, self.memory, self.reader.read
+        now = now or self.cores.read()
         waits = clock.validation_waits
-        now = now or self.read_host()
-        used, idle = self._used_and_idle(now)
-        children = self.core_users.children
-        in_reach = None
-        if used is not None and idle is not None:
-            of_training = used - (0.0 if children is None else children.cores)
-            in_reach = cores_in_reach(now.budget.cores, of_training + idle)
-        worker_s = None
-        if self.loader is not None and self.loader.num_workers:
-            children_s_before, steps_before = self._loader_since
-            worker_s = _per(now.children_cpu_s, children_s_before, max(1, clock.steps - steps_before))
         phase_s = clock.so_far()
-        loader_began, loader_now, wait_share = self._loaders.followed()
-        loading = read("the loader's workers", self._workers.facts, None)
-        if worker_s is not None and loading is not None and loading.worker_cores is not None:  # others may be children
-            assert self.loader is not None
-            worker_s = min(
-                worker_s, self.loader.num_workers * loading.worker_cores * clock.wall_s / max(1, clock.steps)
-            )
-
+        loading = self.loaders.loading()
+        loader_began, loader_now, wait_share = self.loaders.followed()
         windows, in_validation = self._windows("training"), self._windows("validation")
+        capability = partial(torch.cuda.get_device_capability, run.device)
         return RunMeasurements(
             wall_s=sum(phase_s.values()),
             steps=max(1, clock.steps),
@@ -291,32 +298,30 @@ class RunRecorder:
             phase_s=phase_s,
             blocks=tuple(clock.blocks),
             step_times=clock.times.facts(),
-            host=replace(now.budget, cores_in_reach=in_reach),
+            host=self.cores.budget(now),
             on_gpu=self._on_gpu,
-            utilization_percent=_utilization(windows),
+            utilization_percent=mean_utilization(windows),
             own_utilization_percent=read("the GPU's utilization", partial(self._own_utilization, windows), None),
-            validation_utilization_percent=_utilization(in_validation),
-            loader=self.loader,
+            validation_utilization_percent=mean_utilization(in_validation),
+            loader=self.loaders.settings,
             loader_began=loader_began,
             loader_now=loader_now,
             loader_wait_share=wait_share,
-            worker_cpu_s_per_batch=worker_s,
+            worker_cpu_s_per_batch=self.loaders.worker_cpu_s_per_batch(now.children_cpu_s, loading),
             batch_bytes=self.batch_bytes,
             loading=loading,
-            storage=self._storage,
+            storage=self.loaders.storage,
             checkpoint_storage=self._checkpoint_storage,
             cores=read("the use of the cores", partial(self._core_facts, now), None),
             gpu=mean_window(windows) if self._on_gpu else None,
-            compute_capability=read("the GPU's properties", partial(torch.cuda.get_device_capability, run.device), None)
-            if run.device.type == "cuda"
-            else None,
+            compute_capability=read("the GPU's properties", capability, None) if run.device.type == "cuda" else None,
             gpu_idle=read("the GPU's idle time", clock.gpu_idle, None),
             memory=None if memory is None else read("the GPU's memory", memory.facts, None),
             watched=clock.watched_steps(),
             replays_per_step=clock.replays / max(1, clock.steps),
             recompiled=read("the compilations of torch.compile", self.compilations.facts, None),
-            lines=read("source lines", partial(self.lines.seen, self._workers.pids), ()),
-            ranks=self._received.ranks,
+            lines=read("source lines", partial(self.lines.seen, self.loaders.workers.pids), ()),
+            ranks=self.ranks.received.ranks,
             contexts=self.contexts(),
             precision=read("the precision", lambda: run.precision, None),
             matmul_precision=read("the precision of matrix products", compat.matmul_precision, None),
@@ -332,75 +337,27 @@ class RunRecorder:
 
     def _windows(self, phase: Phase) -> Sequence[GpuWindow]:
         gpus, nothing = self.gpus, tuple[GpuWindow, ...]()
-        return (
-            nothing if gpus is None else self.facts.read("the GPU's metrics", lambda: gpus.trained_on(phase), nothing)
-        )
+        if gpus is None:
+            return nothing
+        return self.reader.read("the GPU's metrics", lambda: gpus.trained_on(phase), nothing)
 
     def _own_utilization(self, windows: Sequence[GpuWindow]) -> float | None:
         if self.run.gpu is None or len(self.run.gpus) == 1:
             return None
         (own,) = gpu_readings([self.run.gpu])
-        return _utilization([window for window in windows if window.uuid == own.uuid])
-
-    def _used_and_idle(self, now: HostReading) -> tuple[float | None, float | None]:
-        """Return the mean numbers of this job's cores that it used, and that were idle."""
-        began, elapsed_s = self._began, now.at_s - self._began.at_s
-        by_workers = _per(now.children_cpu_s, began.children_cpu_s, elapsed_s)
-        by_this = (now.own_cpu_s - began.own_cpu_s) / elapsed_s
-        used = None if by_workers is None else self._local_ranks * (by_this + by_workers)
-        return used, _per(now.idle_cpu_s, began.idle_cpu_s, elapsed_s)
+        return mean_utilization([window for window in windows if window.uuid == own.uuid])
 
     def _core_facts(self, now: HostReading) -> CoreFacts | None:
-        began, elapsed_s, is_known = self._began, now.at_s - self._began.at_s, self._clock.knows_core_wait
-        used, idle = self._used_and_idle(now)
-        if used is None or idle is None:
-            return None
-        affinity, steady = affinity_cores(), sum(self._clock.blocks, StepBlock())
-        loading, workers = self._workers.facts(), 0 if self.loader is None else self.loader.num_workers
-        runnable = sum(added_times(began.threads, now.threads)) / elapsed_s + workers * (
-            loading.runnable_threads or 0.0
+        loader, steady = self.loaders.settings, sum(self._clock.blocks, StepBlock())
+        return self.cores.facts(
+            now,
+            steady,
+            0 if loader is None else loader.num_workers,
+            self.loaders.loading() or LoadingFacts(),
+            knows_core_wait=bool(self._clock.knows_core_wait),
         )
-        return CoreFacts(
-            wait_share=steady.core_wait_s / steady.wall_s if steady.steps and is_known else None,
-            own_cores=used,
-            others_cores=max(0.0, affinity - used - idle),
-            affinity_cores=affinity,
-            machine_cores=os.cpu_count() or 1,
-            runnable_threads=self._local_ranks * runnable,
-            torch_threads=torch.get_num_threads(),
-            other=self.core_users.other,
-            children=self.core_users.children,
-        )
-
-    def find_largest_batch(self) -> float:
-        """Find the largest batch that fits this rank's GPU, once, in any thread; return the seconds until the next try.
-
-        Takes up to a second.
-        """
-        recorded = None if self.memory is None else self.memory.recorded
-        if self.memory is None or self.memory.failure is not None:
-            return math.inf
-        if recorded is None or len({one.step for one in recorded.steps}) < 2:
-            return _SEARCH_EVERY_S
-        # Otherwise the first dimension of a batch is not its samples.
-        if self.loader is not None and self.loader.batch_size == recorded.steps[-1].batch_shape[0]:
-            keeps_gradients = self.run.accumulate_grad_batches > 1
-            found = largest_batch(recorded, recorded.room_bytes, self.batch_bytes or 0, keeps_gradients=keeps_gradients)
-            self.largest_batch_size = found.size
-        return math.inf
 
     def _largest_on_all_ranks(self) -> int | None:
         if not self._on_gpu:
             return None
-        return min(not_none([self.largest_batch_size, *self._received.batch_sizes]), default=None)
-
-
-def _per(now_s: float | None, before_s: float | None, amount: float) -> float | None:
-    """Return the growth of a counter per unit of ``amount``; ``None`` if the counter cannot be read."""
-    return None if now_s is None or before_s is None else (now_s - before_s) / amount
-
-
-def _utilization(windows: Sequence[GpuWindow]) -> float | None:
-    observed = [one for one in windows if one.utilization_percent_mean is not None]
-    percents = [one.utilization_percent_mean or 0.0 for one in observed]
-    return weighted_mean(percents, [one.utilization_observed_s for one in observed])
+        return min(not_none([self.largest_batch_size, *self.ranks.received.batch_sizes]), default=None)

@@ -33,10 +33,11 @@ from lightning_gpu_tools.reports.report_file import WRITE_EVERY_S, ReportFile, r
 from lightning_gpu_tools.reports.text import in_color, render_text
 from lightning_gpu_tools.runs import drawing
 from lightning_gpu_tools.runs.notify import notify
-from lightning_gpu_tools.runs.ranks import MemoryShare, own_share
+from lightning_gpu_tools.runs.ranks import MemoryShare
 from lightning_gpu_tools.runs.run import Run
-from lightning_gpu_tools.runs.run_recorder import HostReading, RunRecorder
+from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.runs.session import Session
+from lightning_gpu_tools.training.cores import HostReading
 from lightning_gpu_tools.training.phases import MONITORING, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable, printable_path, wrapped
@@ -62,7 +63,7 @@ def take_snapshot(session: Session, host: HostReading | None = None) -> Snapshot
     recorder = session.begin()
     measured = recorder.measurements(host)
     settings = _settings(recorder, measured.host.cores)
-    return Snapshot(measured, settings, own_share(recorder), tuple(session.unseen), session.clock.steps)
+    return Snapshot(measured, settings, recorder.memory_share(), tuple(session.unseen), session.clock.steps)
 
 
 def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -> Report:
@@ -74,6 +75,8 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
     measured, settings, memory, unseen, steps = snapshot or take_snapshot(session)
     diagnosis = session.diagnosis(measured)
     assert diagnosis is not None
+    assert session.recorder is not None
+    ranks, stall_watch = session.recorder.ranks, session.stall_watch
     run, clock, watch, ending = session.run, session.clock, session.gpus, session.ending
     times = measured.step_times
     thread_s = session.thread_cpu_s + (0.0 if watch is None else watch.cpu_s)
@@ -92,7 +95,7 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         phase_s=measured.phase_s,
         step_s_median=measured.step_p50_s,
         diagnosis=diagnosis,
-        gpus=session.ranks.gpus_of_other_nodes(),
+        gpus=ranks.gpus_of_other_nodes(),
         gpu_note=session.gpu_note or (no_gpu if watch is None else None),
         step_s_p95=measured.step_p95_s,
         step_s_max=None if times is None else times.max_s,
@@ -110,15 +113,25 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         if idle is None
         else {phase: s for phase, s in idle.work_s.items() if base_phase(phase) == TRAINING_STEP},
         ranks=measured.ranks,
-        memory=session.ranks.memory_accounts(memory, all_ranks=ended),
+        memory=ranks.memory_accounts(memory, all_ranks=ended),
         allocator_failures=ending.allocator_failures,
-        stalls=session.stalls,
+        stalls=() if stall_watch is None else stall_watch.stalls,
         failure=None if ending.failure is None else str(ending.failure),
         loader=session.loader_result,
         settings=settings,
         process=process_id(os.getpid()),
     )
-    return _with_gpus(report, session.gpu_summaries()) if ended else report
+    return _with_gpus(report, _gpu_summaries(session, at_end=True)) if ended else report
+
+
+def _gpu_summaries(session: Session, *, at_end: bool) -> tuple[GpuSummary, ...]:
+    """Return a summary of each GPU of this node over the whole run so far."""
+    if session.gpus is None:
+        return ()
+    summaries = session.gpus.summaries(at_end=at_end)
+    if at_end:
+        session.warn(*session.gpus.take_metrics()[1])
+    return summaries
 
 
 def _with_gpus(report: Report, gpus: Iterable[GpuSummary]) -> Report:
@@ -136,19 +149,19 @@ def _with_gpus(report: Report, gpus: Iterable[GpuSummary]) -> Report:
 
 
 def _settings(recorder: RunRecorder, cores: float) -> dict[str, Any]:
-    run, loader = recorder.run, recorder.loader
+    run, loader = recorder.run, recorder.loaders.settings
     return {
         "script": None if sys.argv[:1] in ([], [""], ["-c"]) else os.path.basename(sys.argv[0]),
         "dataset": None if run.loader is None else type(run.loader.dataset).__qualname__,
         "cpu": f"{processor_name()}, {cores:g} cores",
         "device": run.device.type,
         "world_size": run.place.world_size,
-        "precision": recorder.facts.read("the precision", lambda: run.precision, None),
+        "precision": recorder.reader.read("the precision", lambda: run.precision, None),
         "accumulate_grad_batches": run.accumulate_grad_batches,
         **({} if loader is None else dataclasses.asdict(loader)),
         "torch": torch.__version__,
         "lightning_gpu_tools": VERSION,
-        **recorder.facts.read("the Trainer's settings", lambda: run.settings, {}),
+        **recorder.reader.read("the Trainer's settings", lambda: run.settings, {}),
     }
 
 
@@ -181,9 +194,10 @@ class RunningReport:
 
     def _write(self) -> float:
         session = self._session
-        has_stalled = any(not one.is_over for one in session.stalls[-1:])
+        stalls = () if session.stall_watch is None else session.stall_watch.stalls
+        has_stalled = any(not one.is_over for one in stalls[-1:])
         if not self._is_fresh and not self._asked and not has_stalled:
-            self._host = self._recorder.read_host()  # the slowest part
+            self._host = self._recorder.cores.read()  # the slowest part
             self._asked = session.report_wanted = True
             return _MAX_WAIT_S
         self._is_fresh = self._asked = False
@@ -194,7 +208,7 @@ class RunningReport:
             wall_s=sum(phase_s.values()),
             phase_s=phase_s,
         )
-        gpus = (dataclasses.replace(gpu, timelines={}) for gpu in session.gpu_summaries())
+        gpus = (dataclasses.replace(gpu, timelines={}) for gpu in _gpu_summaries(session, at_end=False))
         report = _with_gpus(report, gpus)
         self.file.save(report)
         self._saved = report

@@ -7,43 +7,34 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
-from lightning_gpu_tools.advice.causes.memory.memory_growth import pace
-from lightning_gpu_tools.advice.causes.memory.stray_contexts import stray_contexts
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
-from lightning_gpu_tools.advice.shortcomings import shortcomings
-from lightning_gpu_tools.advice.stalls import Stall
-from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.gpus import limits, sampler
-from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.advice.memory_errors import early_warnings
+from lightning_gpu_tools.gpus import sampler
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.memory.history import MemoryHistory
 from lightning_gpu_tools.reports.report import COMPLETED
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.failures import failure_of, worker_exits
 from lightning_gpu_tools.runs.out_of_memory import message_of, out_of_memory_facts
-from lightning_gpu_tools.runs.ranks import Ranks
-from lightning_gpu_tools.runs.run import Run, Timer, gpu_readings
+from lightning_gpu_tools.runs.run import Run, Timer
+from lightning_gpu_tools.runs.run_gpus import open_gpus
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.runs.stall_watch import StallAfter, StallWatch
-from lightning_gpu_tools.runs.surroundings import read_surroundings
+from lightning_gpu_tools.runs.surroundings import shortcomings_of
 from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
-from lightning_gpu_tools.training.cores import CoreUsers
-from lightning_gpu_tools.training.phases import CAPTURED, OPTIMIZER, is_backward
 from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
+from lightning_gpu_tools.training.step_clock import StepClock
 
 _trainings = itertools.count()  # in the same order on all ranks
-_WARM_UP_POLL_S = 0.4
 _LOG_EVERY_S = 1.0  # our default: at most this often, unless the GPUs are polled more often
 
 
@@ -55,10 +46,6 @@ class Session:
 
     ``timer`` creates the driver of the clock, from the clock and a function to call when validation begins and ends.
     """
-
-    # Set when training begins:
-    memory: MemoryHistory  # of this process
-    ranks: Ranks
 
     def __init__(self, run: Run, timer: Callable[[StepClock, Callable[[sampler.Phase], None]], Timer]) -> None:
         self.run = run
@@ -82,6 +69,7 @@ class Session:
         self._logs: int | None = None
         self._next_log_s = 0.0  # by the clock
         self._next_check_of_contexts = 0
+        self._alarms = 0  # of the memory's history, that were passed on
         self._warned: set[str] = set()
         self._finished = False
         self._diagnosis: Diagnosis | None = None
@@ -147,43 +135,34 @@ class Session:
         if self.timer.fault is not None:
             raise self.timer.fault
         if self.recorder is None:
-            place, memory = self.run.place, self.timer.memory
             self.started_s = time.time()
             self.ending.listen()
-            self.memory = MemoryHistory(
-                memory,
-                worker_pids=lambda: compat.worker_pids(self.run.iterator),
+            if self.run.place.local_rank == 0:  # one process per node samples its GPUs
+                self.gpus, self.gpu_note = open_gpus(self.run, self._pids_on_node, **self._sampling)
+                self.warn(*([self.gpu_note] if self.gpu_note else []))
+            recorder = RunRecorder(
+                self.run,
+                self.clock,
+                self.timer,
+                self.gpus,
+                name=f"{self._name}/measured",
+                store=self._store,
+                is_monitored=self._is_monitored,
             )
-            if self._is_monitored and place.rank == 0:
-                self.background.add("Sampling the memory", self._poll_memory)
+            for name, job in recorder.jobs():
+                self.background.add(name, job)
             if self._is_monitored and claims.held_claims():
                 self.background.add("Keeping the claim", self._keep_claims)
-            if place.local_rank == 0:  # one process per node samples its GPUs
-                self._open_gpus(**self._sampling)
-                self.warn(*([self.gpu_note] if self.gpu_note else []))
-            core_users = CoreUsers(
-                lambda: self.clock.core_wait_s,
-                lambda: self.ranks.pids_on_node() or (),
-                lambda: {*self.timer.worker_lines.pids, *compat.worker_pids(self.run.iterator)},
-            )
-            recorder = RunRecorder(self.run, self.clock, self.timer, self.gpus, core_users)
-            self.ranks = Ranks(f"{self._name}/measured", self._store, recorder, is_monitored=self._is_monitored)
-            if place.rank == 0:
-                self.background.add("Sampling the use of the cores", recorder.core_users.poll)
-                self.background.add("Sampling the threads of the loader's workers", recorder.poll_worker_threads)
-                self.background.add("Reading the compilations of torch.compile", recorder.compilations.poll)
-                self.background.add("Reading the storage", recorder.read_storage)
-                self.background.add("Sampling quantities that may grow", recorder.poll_readings)
             recorder.lines.start()
-            self._threads += recorder.lines, self.ranks.exchange
+            self._threads += recorder.lines, recorder.ranks.exchange
+            memory = self.timer.memory
             if memory is not None:
                 self.ending.usual = lambda: memory.usual
-            if memory is not None and self.gpus is not None:
-                memory.when_read = self.gpus.note_memory
-            if memory is not None and self._is_monitored:
-                self.background.add("The search for the largest batch", recorder.find_largest_batch)
             self.recorder = recorder
         return self.recorder
+
+    def _pids_on_node(self) -> frozenset[int] | None:
+        return None if self.recorder is None else self.recorder.ranks.pids_on_node()
 
     @cached_property
     def _own_store(self) -> Any:
@@ -197,27 +176,9 @@ class Session:
         """Return a new board for the ranks of this training."""
         return Board(f"{self._name}/{name}", self.run.place, self._store)
 
-    def _open_gpus(self, devices: str, interval_s: float, gpm: bool) -> None:
-        gpus = trained_on = gpu_readings(self.run.gpus)
-        try:
-            if devices == "all":
-                from lightning_gpu_tools.gpus import nvml  # imports pynvml
-
-                readings = nvml.read_gpus(limit_s=limits.LIMIT_S)
-                gpus = tuple(gpu for gpu in readings if not gpu.error)
-                broken = [f"GPU {gpu.index} is not measured: {gpu.error}." for gpu in readings if gpu.error]
-                self.gpu_note = " ".join(broken) or (None if readings else "No GPU: the driver lists none.")
-            if gpus or trained_on:
-                self.gpus = GpuWatch(
-                    gpus,
-                    lambda: self.ranks.pids_on_node(),
-                    trained_on=trained_on,
-                    interval_s=interval_s,
-                    gpm=gpm,
-                    node=self.run.place.node,
-                )
-        except NvmlUnavailableError as error:
-            self.gpu_note = f"No GPU was measured. {error}"
+    def _keep_claims(self) -> float:
+        self.background.faults += claims.keep_claims()
+        return claims.KEEP_EVERY_S
 
     # Stepping
 
@@ -243,8 +204,6 @@ class Session:
             if batch is not None:
                 self.recorder.note_batch(batch)
             self.recorder.after_step()
-            if self.ranks.exchange.wanted:
-                self.clock.as_own_work(self.ranks.publish)
             if self.stall_watch is not None and self.stall_watch.notes:
                 self.clock.as_own_work(self.stall_watch.pass_on)
             if is_first:
@@ -254,17 +213,9 @@ class Session:
 
     def _check_surroundings(self, recorder: RunRecorder) -> None:
         """Warn about shortages that would end training later."""
-        read = partial(read_surroundings, self.run, recorder.batch_bytes)
-        found = recorder.facts.read("the disks, memory and claims of this machine", read, None)
-        self.warn(*(() if found is None else shortcomings(found)))
-
-    def _poll_memory(self) -> float:
-        # Memory that the first steps fill, such as caches, does not count.
-        return self.memory.poll() if self.clock.steps > WARM_UP_STEPS else _WARM_UP_POLL_S
-
-    def _keep_claims(self) -> float:
-        self.background.faults += claims.keep_claims()
-        return claims.KEEP_EVERY_S
+        read = partial(shortcomings_of, self.run, recorder.batch_bytes)
+        nothing: tuple[str, ...] = ()
+        self.warn(*recorder.reader.read("the disks, memory and claims of this machine", read, nothing))
 
     def log_if_due(self) -> float:
         """Log the GPUs when loggers get metrics, unless there can be no new sample.
@@ -282,26 +233,29 @@ class Session:
             self._logs = turn
             if self.clock.since_s >= self._next_log_s:
                 self._next_log_s = self.clock.since_s + min(_LOG_EVERY_S, self._sampling["interval_s"])
-                self.clock.as_own_work(self._log, step)
+                self.clock.as_own_work(self._log, self.begin(), step)
         return self.clock.steps + every - since  # a lower bound: with accumulated gradients, a step has several batches
 
-    def _log(self, step: int) -> None:
-        self.warn(*map(pace, self.memory.alarms), *self._faults)
-        if self.run.place.rank == 0:
-            if self.clock.steps >= self._next_check_of_contexts:
-                self._check_contexts()
-            if self.gpus is not None:
-                self._log_gpus(self.gpus, step)
-        self._log_gpus(self.ranks, step)
+    def _log(self, recorder: RunRecorder, step: int) -> None:
+        self.warn(*self._faults)
+        self._warn_early(recorder)
+        if self.run.place.rank == 0 and self.gpus is not None:
+            self._log_metrics(*self.gpus.take_metrics(), step)
+        self._log_metrics(*recorder.ranks.take_metrics(), step)
 
-    def _check_contexts(self) -> None:
-        """Warn about contexts on GPUs of other ranks, less and less often."""
-        if self.recorder is not None and len(self.ranks.exchange.entries()) == self.ranks.exchange.ranks:
+    def _warn_early(self, recorder: RunRecorder) -> None:
+        """Warn about memory that grows, and, less and less often, about contexts on GPUs of other ranks."""
+        alarms, exchange = recorder.history.alarms[self._alarms :], recorder.ranks.exchange
+        self._alarms += len(alarms)
+        has_strays = False
+        is_due = self.run.place.rank == 0 and self.clock.steps >= self._next_check_of_contexts
+        if is_due and len(exchange.entries()) == exchange.ranks:
             self._next_check_of_contexts = 2 * self.clock.steps
-            self.warn(*(one.advice for one in stray_contexts(self.recorder.contexts())))
+            has_strays = any(not context.is_own for context in recorder.contexts())
+        if alarms or has_strays:
+            self.warn(*(finding.advice for finding in early_warnings(recorder.measurements(), alarms)))
 
-    def _log_gpus(self, source: GpuWatch | Ranks, step: int) -> None:
-        metrics, troubles = source.take_metrics()
+    def _log_metrics(self, metrics: Mapping[str, float], troubles: Sequence[str], step: int) -> None:
         self.warn(*troubles)
         for logger in self.run.loggers if metrics else ():
             separator = getattr(logger, "group_separator", "/")
@@ -338,8 +292,8 @@ class Session:
                     step,
                     ending=ending,
                     memory=None if self.timer.memory is None else self.timer.memory.facts(),
-                    growth=() if self.recorder is None else self.memory.growth(),
-                    ranks=None if self.recorder is None else self.ranks,
+                    growth=() if self.recorder is None else self.recorder.history.growth(),
+                    recorder=self.recorder,
                     kills=kills,
                 )
             ending.note_error(error, step, failure, found)
@@ -359,28 +313,20 @@ class Session:
         self.warn(*self._faults)
         self.timer.stop()
         if self.recorder is not None and self.clock.ran:
-            self.warn(*self.ranks.finish(timeout_s))
-            self._log_gpus(self.ranks, self.run.logged_step - 1)
-
-    def gpu_summaries(self) -> tuple[GpuSummary, ...]:
-        """Return a summary of each GPU of this node over the whole run so far."""
-        if self.gpus is None:
-            return ()
-        summaries = self.gpus.summaries(at_end=self._finished)
-        if self._finished:
-            self.warn(*self.gpus.take_metrics()[1])
-        return summaries
+            self.warn(*self.recorder.finish(timeout_s))
+            self._log_metrics(*self.recorder.ranks.take_metrics(), self.run.logged_step - 1)
 
     def diagnosis(self, measured: RunMeasurements | None = None) -> Diagnosis | None:
         """Return the diagnosis of the measurements, with the advisor's thresholds; ``None`` before training."""
         if self.recorder is None or self._diagnosis is not None:
             return self._diagnosis
         measured = measured or self.recorder.measurements()
+        history = self.recorder.history
         oom = self.ending.out_of_memory  # still without contexts: those of other ranks may arrive later
         diagnosis = diagnose(
             measured,
             searched=self.loader_result,
-            growth=self.memory.growth() if self._finished else self.memory.alarms,
+            growth=history.growth() if self._finished else history.alarms,
             out_of_memory=None if oom is None else replace(oom, contexts=measured.contexts),
             failure=self.ending.failure,
             **self.thresholds,
@@ -388,11 +334,6 @@ class Session:
         if self._finished:
             self._diagnosis = diagnosis
         return diagnosis
-
-    @property
-    def stalls(self) -> tuple[Stall, ...]:
-        """The stalls of this rank."""
-        return () if self.stall_watch is None else self.stall_watch.stalls
 
     @property
     def thread_cpu_s(self) -> float:
@@ -406,23 +347,4 @@ class Session:
     @property
     def unseen(self) -> list[str]:
         """The facts that could not be measured with this version of Lightning or torch."""
-        found = list(self.timer.unseen)
-        if self.recorder is not None:
-            found += self.recorder.unseen
-        if self.gpus is not None:
-            found += self.gpus.refused
-            if self.ranks.exchange.ranks < self.run.place.world_size:
-                found.append("torch.distributed's store")
-        phases = self.clock.seconds
-        has_backward = any(map(is_backward, phases))
-        if CAPTURED in phases or (self.clock.replays and not has_backward):
-            found.append("the parts of a step inside a CUDA graph")
-        elif OPTIMIZER in phases and not has_backward and self.recorder is not None and self.recorder.has_compiled:
-            found.append("backward inside compiled code")
-        if self.timer.rank_waits.unseen:
-            found.append("waiting for other ranks within backward")
-        if self.clock.knows_core_wait is False:
-            found.append("waiting for a CPU core (schedstat)")
-        if self.timer.memory is not None and self.timer.memory.failure is not None:
-            found.append(f"torch's memory counters ({self.timer.memory.failure!r})")
-        return found
+        return [*self.timer.unseen, *([] if self.recorder is None else self.recorder.unseen)]

@@ -9,16 +9,22 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.advice.shortcomings import Surroundings
+from lightning_gpu_tools.advice.shortcomings import Surroundings, shortcomings
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import MAX_USERS, GpuClaim
 from lightning_gpu_tools.host import affinity_cores, read_host_budget, shared_memory_bytes
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.runs.out_of_memory import copies_per_weight
-from lightning_gpu_tools.runs.run import Run, gpu_readings
+from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.runs.run_gpus import gpu_readings
 from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.units import printable_path
+
+
+def shortcomings_of(run: Run, batch_bytes: int | None) -> tuple[str, ...]:
+    """Return a message for each shortage that would end a run, slow it down, or make it wrong; see `shortcomings`."""
+    return tuple(shortcomings(read_surroundings(run, batch_bytes)))
 
 
 def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:

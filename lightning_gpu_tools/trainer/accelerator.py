@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.reports.last_run import last_need
-from lightning_gpu_tools.runs.run import gpu_readings
+from lightning_gpu_tools.runs.run_gpus import gpu_readings
 from lightning_gpu_tools.selection import placement
 from lightning_gpu_tools.selection.picking import list_gpus
 from lightning_gpu_tools.selection.ranking import LAST_RUN, Request, documented

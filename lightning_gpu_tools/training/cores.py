@@ -1,17 +1,33 @@
-"""Competition for CPU cores: the wait of this job's threads for a core, and other processes that use the cores."""
+"""The use of this job's CPU cores: by the job, by other processes, and the wait of its threads for a core."""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from time import monotonic  # by name: a program's tests may replace those of `time`
+from dataclasses import replace
+from functools import partial
+from time import monotonic, perf_counter  # by name: a program's tests may replace those of `time`
 from typing import NamedTuple
 
-from lightning_gpu_tools.host import own_cores
+import torch
+
+from lightning_gpu_tools.host import (
+    HostBudget,
+    affinity_cores,
+    children_cpu_s,
+    cores_in_reach,
+    idle_cpu_s,
+    own_cores,
+    read_host_budget,
+)
 from lightning_gpu_tools.processes import TICKS_PER_S, read_kernel_file
-from lightning_gpu_tools.training.run_measurements import CoreUser
+from lightning_gpu_tools.training.run_measurements import CoreFacts, CoreUser, LoadingFacts, StepBlock
+from lightning_gpu_tools.training.safe_reader import SafeReader
+from lightning_gpu_tools.training.stacks import ThreadTimes, added_times, thread_times
 from lightning_gpu_tools.units import user_name
 
 # Our defaults.
@@ -154,3 +170,83 @@ def _user_of(pid: int) -> str:
         return user_name(os.stat(f"/proc/{pid}").st_uid)
     except OSError:  # it has ended
         return "?"
+
+
+class HostReading(NamedTuple):
+    """The state of the host at one moment; CPU times are counters."""
+
+    at_s: float  # by perf_counter
+    budget: HostBudget
+    own_cpu_s: float
+    children_cpu_s: float | None
+    idle_cpu_s: float | None  # while its cores were idle
+    threads: dict[int, ThreadTimes]  # of this process
+
+
+class CoreUse:
+    """The use of this job's cores since training began."""
+
+    def __init__(self, users: CoreUsers, reader: SafeReader, *, local_ranks: int) -> None:
+        self.users = users
+        self._reader = reader
+        self._local_ranks = local_ranks
+        self.began = self.read()
+
+    def read(self) -> HostReading:
+        """Read the state of the host, in any thread; takes some milliseconds."""
+        read, ranks = self._reader.read, self._local_ranks
+        without_limit = HostBudget(
+            cores=os.cpu_count() or 1, memory_available_bytes=sys.maxsize, shm_free_bytes=None, local_ranks=ranks
+        )
+        return HostReading(
+            at_s=perf_counter(),
+            budget=read("the host's cores and memory", partial(read_host_budget, local_ranks=ranks), without_limit),
+            own_cpu_s=time.process_time(),
+            children_cpu_s=read("the workers' CPU time", children_cpu_s, None),
+            idle_cpu_s=read("the idle time of the cores", idle_cpu_s, None),
+            threads=read("the runnable threads", thread_times, {}),
+        )
+
+    def budget(self, now: HostReading) -> HostBudget:
+        """Return what this job may use, and how many cores it could use while other jobs run."""
+        used, idle = self._used_and_idle(now)
+        if used is None or idle is None:
+            return now.budget
+        of_training = used - (0.0 if self.users.children is None else self.users.children.cores)
+        return replace(now.budget, cores_in_reach=cores_in_reach(now.budget.cores, of_training + idle))
+
+    def _used_and_idle(self, now: HostReading) -> tuple[float | None, float | None]:
+        """Return the mean numbers of this job's cores that it used, and that were idle."""
+        began, elapsed_s = self.began, now.at_s - self.began.at_s
+        by_workers = growth_per(elapsed_s, began.children_cpu_s, now.children_cpu_s)
+        by_this = (now.own_cpu_s - began.own_cpu_s) / elapsed_s
+        used = None if by_workers is None else self._local_ranks * (by_this + by_workers)
+        return used, growth_per(elapsed_s, began.idle_cpu_s, now.idle_cpu_s)
+
+    def facts(
+        self, now: HostReading, steady: StepBlock, workers: int, loading: LoadingFacts, *, knows_core_wait: bool
+    ) -> CoreFacts | None:
+        """Return the use of the cores up to ``now``, given the steady steps; ``None`` if it cannot be counted."""
+        began, elapsed_s = self.began, now.at_s - self.began.at_s
+        used, idle = self._used_and_idle(now)
+        if used is None or idle is None:
+            return None
+        affinity = affinity_cores()
+        of_workers = workers * (loading.runnable_threads or 0.0)
+        runnable = sum(added_times(began.threads, now.threads)) / elapsed_s + of_workers
+        return CoreFacts(
+            wait_share=steady.core_wait_s / steady.wall_s if steady.steps and knows_core_wait else None,
+            own_cores=used,
+            others_cores=max(0.0, affinity - used - idle),
+            affinity_cores=affinity,
+            machine_cores=os.cpu_count() or 1,
+            runnable_threads=self._local_ranks * runnable,
+            torch_threads=torch.get_num_threads(),
+            other=self.users.other,
+            children=self.users.children,
+        )
+
+
+def growth_per(amount: float, before: float | None, now: float | None) -> float | None:
+    """Return the growth of a counter per unit of ``amount``; ``None`` if the counter cannot be read."""
+    return None if now is None or before is None else (now - before) / amount

@@ -22,7 +22,7 @@ from trainings import Model, Samples, loader, logged, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report_file import ReportFile
-from lightning_gpu_tools.runs import run_recorder, run_report, session
+from lightning_gpu_tools.runs import run_loaders, run_report, session
 from lightning_gpu_tools.runs.run_report import publish
 
 
@@ -44,8 +44,8 @@ class MoreWorkers(Model):
 
 
 def test_new_settings_of_the_loader_begin_another_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_recorder, "_POLL_EVERY_STEPS", 1)
-    monkeypatch.setattr(run_recorder, "_POLL_EVERY_S", 0.0)
+    monkeypatch.setattr(run_loaders, "_POLL_EVERY_STEPS", 1)
+    monkeypatch.setattr(run_loaders, "_POLL_EVERY_S", 0.0)
     options = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
     quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()], **options).fit(MoreWorkers())
     assert load_report(tmp_path).warm_up_steps - 60 in (2 * 32, 2 * 32 + 1)

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from trainings import Model, Samples, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.runs import run_loaders, run_recorder, session
-from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.runs import run_loaders, run_recorder, surroundings
+from lightning_gpu_tools.training import compat, cores
 from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.worker_watch import WorkerWatch
@@ -22,16 +22,16 @@ from lightning_gpu_tools.types import Report
 STEPS = 100
 # Where a fact comes from: what the report calls it.
 SOURCES = {
-    (run_recorder, "read_host_budget"): "the host's cores and memory",
-    (run_recorder, "children_cpu_s"): "the workers' CPU time",
-    (run_recorder, "idle_cpu_s"): "the idle time of the cores",
-    (run_recorder, "thread_times"): "the runnable threads",
-    (run_recorder, "path_of_data"): "the storage of the dataset",
-    (run_recorder, "affinity_cores"): "the use of the cores",
+    (cores, "read_host_budget"): "the host's cores and memory",
+    (cores, "children_cpu_s"): "the workers' CPU time",
+    (cores, "idle_cpu_s"): "the idle time of the cores",
+    (cores, "thread_times"): "the runnable threads",
+    (run_loaders, "path_of_data"): "the storage of the dataset",
+    (cores, "affinity_cores"): "the use of the cores",
     (run_loaders, "settings_of"): "the loader's settings",
     (run_loaders, "read_loader_facts"): "the loader's dataset",
     (run_recorder, "batch_bytes"): "the batch's size",
-    (session, "read_surroundings"): "the disks, memory and claims of this machine",
+    (surroundings, "read_surroundings"): "the disks, memory and claims of this machine",
     (compat, "matmul_precision"): "the precision of matrix products",
     (WorkerWatch, "poll"): "the loader's workers",
     (LineSampler, "seen"): "source lines",

@@ -78,7 +78,7 @@ def test_a_training_next_to_other_programs_names_them(
     assert first.share > 0.3  # as each of the three gets a third
     assert report.others_cores > 0.3
     assert f"{user_name(os.getuid())}'s busy " in report.diagnosis.why
-    assert re.search(r"Why: Waiting for a CPU core takes \d\d % of the wall time", printed)
+    assert re.search(r"Why: Waiting for a CPU core takes \d\d% of the wall time", printed)
     assert re.search(r"; other programs used \d\.\d cores;", printed)
     assert re.search(r"├─ training step [^├]* ◀ cause ", printed)
     assert report.unseen == ()

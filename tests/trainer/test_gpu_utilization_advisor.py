@@ -60,7 +60,7 @@ def test_frequent_validation_of_short_steps_is_named(tmp_path: Path, hand_clock:
     callbacks = [GPUUtilizationAdvisor(min_seconds=0), GPUUtilizationMonitor()]
     trainer = quiet_trainer(tmp_path, callbacks=callbacks, val_check_interval=5, limit_val_batches=2)
     model = Model(hand_clock.spend, step_s=0.001, validation_s=0.0015)
-    with pytest.warns(LowGPUUtilizationWarning, match=r"Validation takes 3\d % of the wall time\. Validate less often"):
+    with pytest.warns(LowGPUUtilizationWarning, match=r"Validation takes 3\d% of the wall time\. Validate less often"):
         trainer.fit(model, loader(Samples(400)), loader(Samples(2)))
 
 

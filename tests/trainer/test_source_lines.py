@@ -49,7 +49,7 @@ class Until(Callback):
 
 def seen(recorder: RunRecorder | None, phase: str) -> int:
     assert recorder is not None
-    lines = recorder.lines.seen(recorder._workers.pids)
+    lines = recorder.lines.seen(recorder.loaders.workers.pids)
     return sum(one.samples for one in lines if one.phase.startswith(phase))
 
 

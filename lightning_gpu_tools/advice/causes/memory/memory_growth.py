@@ -127,7 +127,7 @@ def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[fl
     return (median(slopes), since, total) if slopes else None
 
 
-def pace(growth: MemoryGrowth) -> str:
+def _pace(growth: MemoryGrowth) -> str:
     """Return a sentence about how fast memory grows."""
     end = "" if growth.left_s is None else f"; at this rate it is full in {format_duration(growth.left_s)}"
     rate = format_bytes(growth.bytes_per_s * 60)
@@ -145,7 +145,7 @@ def _growing(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine], stage: Stag
     }
     is_of_predictions = stage == "predict" and growth.whose == "process"
     advice = _OF_PREDICTIONS if is_of_predictions else _KEPT[growth.whose]
-    why = f"{pace(growth)}{left(lines)}"
+    why = f"{_pace(growth)}{left(lines)}"
     return new_finding("memory_growth", why, [why, advice], evidence)
 
 

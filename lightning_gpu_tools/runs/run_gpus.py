@@ -1,0 +1,127 @@
+"""The GPUs of a run: their names and UUIDs, the sampler of this node's, and the CUDA contexts of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import torch
+
+from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpus import limits
+from lightning_gpu_tools.gpus.metrics import GpuWindow
+from lightning_gpu_tools.gpus.readings import GpuReading, weighted_mean
+from lightning_gpu_tools.gpus.watch import GpuWatch
+from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.selection.visibility import shown_uuid
+from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.run_measurements import HeldContext
+
+
+def gpu_readings(devices: Iterable[torch.device]) -> tuple[GpuReading, ...]:
+    """Return UUID, name, and torch's index in this process, of each GPU or MIG instance."""
+    found = []
+    for device in devices:
+        properties = torch.cuda.get_device_properties(device)
+        uuid = f"GPU-{properties.uuid}"
+        if " MIG " in properties.name:  # as CUDA names an instance: "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+            uuid = _instance_uuid(str(properties.uuid))
+        found.append(GpuReading(index=device.index or 0, uuid=uuid, name=properties.name))
+    return tuple(found)
+
+
+@functools.cache  # a process sees the same instance until it exits
+def _instance_uuid(cuda_uuid: str) -> str:
+    gpus: tuple[GpuReading, ...] = ()
+    with contextlib.suppress(NvmlUnavailableError):
+        from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
+        gpus = nvml.read_gpus(limit_s=limits.LIMIT_S)
+    return shown_uuid(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), cuda_uuid)
+
+
+def open_gpus(
+    run: Run,
+    job_pids: Callable[[], frozenset[int] | None],
+    *,
+    devices: Literal["trainer", "all"],
+    interval_s: float,
+    gpm: bool,
+) -> tuple[GpuWatch | None, str | None]:
+    """Start to sample the GPUs of this node, and return the sampler and a note on GPUs that are not measured."""
+    gpus = trained_on = gpu_readings(run.gpus)
+    note = None
+    try:
+        if devices == "all":
+            from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
+            readings = nvml.read_gpus(limit_s=limits.LIMIT_S)
+            gpus = tuple(gpu for gpu in readings if not gpu.error)
+            broken = [f"GPU {gpu.index} is not measured: {gpu.error}." for gpu in readings if gpu.error]
+            note = " ".join(broken) or (None if readings else "No GPU: the driver lists none.")
+        if not gpus and not trained_on:
+            return None, note
+        node = run.place.node
+        return GpuWatch(gpus, job_pids, trained_on=trained_on, interval_s=interval_s, gpm=gpm, node=node), note
+    except NvmlUnavailableError as error:
+        return None, f"No GPU was measured. {error}"
+
+
+def mean_utilization(windows: Sequence[GpuWindow]) -> float | None:
+    """Return the mean utilization in percent, weighted by the observed times; ``None`` if nothing was observed."""
+    observed = [window for window in windows if window.utilization_percent_mean is not None]
+    percents = [window.utilization_percent_mean or 0.0 for window in observed]
+    return weighted_mean(percents, [window.utilization_observed_s for window in observed])
+
+
+class Contexts:
+    """A reader of this process's CUDA contexts: on its own GPU, and on others by mistake. It never creates one."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._seen: set[torch.device] = set()
+        self._held_bytes: dict[str | None, int | None] = {}
+
+    def read(self) -> tuple[HeldContext, ...]:
+        """Return the contexts; empty if this process sees fewer than two GPUs, or has not started CUDA.
+
+        Their memory is read from the driver when a new one appears on another GPU.
+        """
+        gpu, place, has_context = self._run.gpu, self._run.place, compat.has_context()
+        if gpu is None or has_context is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return ()
+        own = torch.device("cuda", torch.cuda.current_device() if gpu.index is None else gpu.index)
+        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        there = [device for device in devices if has_context(device.index)] if len(devices) > 1 else []
+        others = {*there} - {own}
+        if not others <= self._seen:
+            self._held_bytes = _held_bytes()
+        self._seen |= others
+        return tuple(
+            HeldContext(
+                rank=place.rank,
+                node=place.node,
+                pid=os.getpid(),
+                gpu=reading.index,
+                uuid=str(reading.uuid),
+                is_own=device == own,
+                held_bytes=self._held_bytes.get(reading.uuid),
+                reserved_bytes=torch.cuda.memory_reserved(device),
+            )
+            for device, reading in zip(there, gpu_readings(there), strict=True)
+        )
+
+
+def _held_bytes() -> dict[str | None, int | None]:
+    """Return this process's memory on each GPU by UUID; empty if the driver does not know its PID."""
+    try:
+        from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
+        readings = nvml.read_gpus(limit_s=limits.LIMIT_S) if nvml.pids_are_ours() else ()
+    except NvmlUnavailableError:
+        return {}
+    processes = ((gpu.uuid, one) for gpu in readings for one in gpu.processes or ())
+    return {uuid: one.memory_used_bytes for uuid, one in processes if one.pid == os.getpid()}
