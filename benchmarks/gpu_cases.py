@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+from lightning_gpu_tools.advice.causes import TIME_CAUSES
 from lightning_gpu_tools.advice.examples import (
     HOPPER,
     NO_WORKERS,
@@ -19,7 +20,6 @@ from lightning_gpu_tools.advice.examples import (
     on_hopper,
     sampled_idle,
 )
-from lightning_gpu_tools.advice.order import TIME_CAUSES
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, RANK_WAIT_IN_STEP
 from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoadingFacts, RunMeasurements, SourceLine
 

@@ -8,9 +8,9 @@ from gpu_cases import MEASURED
 from out_of_memory import CASES
 from toys import TOYS
 
+from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Verdict
-from lightning_gpu_tools.advice.order import MEMORY_CAUSES, TIME_CAUSES
 
 
 @pytest.mark.parametrize("name", MEASURED)

@@ -12,10 +12,10 @@ import functools
 import re
 from collections.abc import Callable
 
+from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_account import MemoryAccount, OtherProcess
-from lightning_gpu_tools.advice.order import MEMORY_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.dry_run.result import DryRun
 from lightning_gpu_tools.gpus.metrics import GpuSummary

@@ -1,4 +1,4 @@
-"""The type of a cause. Each cause has a file below ``causes``, and a place in ``order.py``."""
+"""The type of a cause. Each cause has a file below ``causes``, and a place in the order of ``causes/__init__.py``."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.cause import Cause, is_known
+from lightning_gpu_tools.advice.causes import STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.findings import (
     AT_END,
@@ -17,7 +18,6 @@ from lightning_gpu_tools.advice.findings import (
 )
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_errors import early_warnings, explain_error
-from lightning_gpu_tools.advice.order import STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, OutOfMemory
 from lightning_gpu_tools.advice.reasons import LeftOut, idle_percent, next_step, of_short_run, why, why_not
 from lightning_gpu_tools.advice.verdict import Judgment, by_gain, judge

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lightning_gpu_tools.advice.causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.findings import Evidence, Finding, known
 from lightning_gpu_tools.advice.lines import holding, in_words
 from lightning_gpu_tools.advice.memory_remedies import needed_bytes
-from lightning_gpu_tools.advice.order import MEMORY_CAUSES
 from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, OutOfMemory
 from lightning_gpu_tools.memory.readings import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import RunMeasurements

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightning_gpu_tools.advice.causes import TIME_CAUSES
 from lightning_gpu_tools.advice.findings import Finding, Verdict
 from lightning_gpu_tools.advice.idle_in_step import few_active_sms, is_tiny
 from lightning_gpu_tools.advice.idle_time import busy_percent, idle_in_step_share, worked_share
-from lightning_gpu_tools.advice.order import TIME_CAUSES
 from lightning_gpu_tools.advice.reasons import LeftOut
 from lightning_gpu_tools.training.phases import TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements

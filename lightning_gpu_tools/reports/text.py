@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
+from lightning_gpu_tools.advice.causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, label_of
 from lightning_gpu_tools.advice.lines import in_words, seen_in
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_account import OTHER_PROCESSES, PARTS, MemoryAccount, MemoryPart
-from lightning_gpu_tools.advice.order import MEMORY_CAUSES
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.memory.readings import MemoryLine

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_gpu_tools.advice.causes import memory, stalls, time
+from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES, memory, stalls, time
 from lightning_gpu_tools.advice.diagnosis import diagnose, explain_stall
 from lightning_gpu_tools.advice.examples import STEP, gpu_run
-from lightning_gpu_tools.advice.order import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
 
 TRAINING = gpu_run(STEP, 95.0)
 

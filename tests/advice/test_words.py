@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu_cases import MEASURED
 
+from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose, explain_stall
 from lightning_gpu_tools.advice.examples import (
     COPIES,
@@ -31,7 +32,6 @@ from lightning_gpu_tools.advice.examples import (
     ranks,
 )
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.advice.order import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.memory.readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, PHASES, SELF_LOG, TRAINER, base_phase
 from lightning_gpu_tools.training.run_measurements import CoreUser, LoadingFacts, RunMeasurements

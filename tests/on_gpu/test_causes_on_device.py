@@ -19,8 +19,8 @@ from toys import occupy
 from trainings import Boom, Model, Raise, Samples, Watch, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
+from lightning_gpu_tools.advice.causes import TIME_CAUSES
 from lightning_gpu_tools.advice.examples import NO_WORKERS
-from lightning_gpu_tools.advice.order import TIME_CAUSES
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.runs import run_recorder
 from lightning_gpu_tools.training.phases import FORWARD

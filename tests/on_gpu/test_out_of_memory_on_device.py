@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
+from lightning_gpu_tools.advice.causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.examples import STEP, an_error, gpu_run
-from lightning_gpu_tools.advice.order import MEMORY_CAUSES
 from lightning_gpu_tools.advice.out_of_memory import SETUP, MemoryFacts, ModelSize
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.reports.report import Report
