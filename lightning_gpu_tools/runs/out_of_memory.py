@@ -165,7 +165,7 @@ def _with_gpus(found: OutOfMemory, recorder: RunRecorder | None, run: Run) -> Ou
     job_pids, watch = None, None
     if recorder is not None:
         recorder.ranks.exchange.read_node()
-        job_pids, watch = recorder.ranks.pids_on_node(), recorder.gpus
+        job_pids, watch = recorder.ranks.pids_on_node(), recorder.gpus.watch
     if job_pids is None or not nvml.pids_are_ours() or any(one.is_foreign for one in listed):
         return found
     found = replace(found, pid=os.getpid())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 from lightning_gpu_tools.advice.ranks import slowest_rank, usual_s, with_waits
@@ -26,6 +27,7 @@ from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import HeldContext, RankStep, SourceLine, StepBlock
 from lightning_gpu_tools.training.step_clock import StepClock
 
+_MAX_LINES = 8  # our default: that a rank sends to rank 0
 _MIN_GPU_SAMPLES = 5  # our default: sampled steps of a GPU, to compare ranks
 _OUTSIDE = "outside"  # callbacks, loggers, checkpoints, and validation, without waits for other ranks
 _MAX_PARTS = 16  # our default: of a run, to show when a rank was slow
@@ -83,6 +85,12 @@ def _by_part(phase_s: Mapping[str, float]) -> defaultdict[str, float]:
             part = _OUTSIDE if is_outside_step(phase) else base_phase(phase)
         found[part] += seconds
     return found
+
+
+def own_lines(lines: Iterable[SourceLine]) -> list[dict[str, Any]]:
+    """Return the most frequent lines of this rank, without those at which it waits for other ranks."""
+    own = (line for line in lines if base_phase(line.phase) != RANK_WAIT)
+    return [asdict(line) for line in islice(own, _MAX_LINES)]
 
 
 def own_waits(run: Run, clock: StepClock, rank_waits: RankWaits) -> dict[str, Any]:

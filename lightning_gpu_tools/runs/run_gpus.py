@@ -1,4 +1,4 @@
-"""The GPUs of a run: their names and UUIDs, the sampler of this node's, and the CUDA contexts of this process."""
+"""The GPUs of a run: names and UUIDs, the sampler of this node's, a rank's use of their memory, and its contexts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,11 +16,15 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.gpus.readings import GpuReading, weighted_mean
+from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.gpus.watch import GpuWatch
+from lightning_gpu_tools.memory.readings import RankMemory
+from lightning_gpu_tools.runs.ranks import MemoryShare
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.selection.visibility import shown_uuid
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.run_measurements import HeldContext
+from lightning_gpu_tools.training.safe_reader import SafeReader
 
 
 def gpu_readings(devices: Iterable[torch.device]) -> tuple[GpuReading, ...]:
@@ -77,19 +83,62 @@ def mean_utilization(windows: Sequence[GpuWindow]) -> float | None:
     return weighted_mean(percents, [window.utilization_observed_s for window in observed])
 
 
-class Contexts:
-    """A reader of this process's CUDA contexts: on its own GPU, and on others by mistake. It never creates one."""
+class RunGpus:
+    """What a rank knows of GPUs: samples of this node's, if it has their ``watch``, its memory and its contexts."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, watch: GpuWatch | None, reader: SafeReader) -> None:
+        self.watch = watch
         self._run = run
-        self._seen: set[torch.device] = set()
+        self._read = reader.read
+        self._seen: set[torch.device] = set()  # other GPUs with a context
         self._held_bytes: dict[str | None, int | None] = {}
 
-    def read(self) -> tuple[HeldContext, ...]:
-        """Return the contexts; empty if this process sees fewer than two GPUs, or has not started CUDA.
+    def windows(self, phase: Phase = "training") -> Sequence[GpuWindow]:
+        """Return the whole run so far of each GPU of this node that trains."""
+        watch, nothing = self.watch, tuple[GpuWindow, ...]()
+        return nothing if watch is None else self._read("the GPU's metrics", lambda: watch.trained_on(phase), nothing)
 
-        Their memory is read from the driver when a new one appears on another GPU.
+    def own_utilization(self, windows: Sequence[GpuWindow]) -> float | None:
+        """Return the mean utilization of this rank's GPU in percent; ``None`` if it is the only one, or unknown."""
+        return self._read("the GPU's utilization", partial(self._own_utilization, windows), None)
+
+    def _own_utilization(self, windows: Sequence[GpuWindow]) -> float | None:
+        if self._run.gpu is None or len(self._run.gpus) == 1:
+            return None
+        (own,) = gpu_readings([self._run.gpu])
+        return mean_utilization([window for window in windows if window.uuid == own.uuid])
+
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Return the compute capability of this rank's GPU."""
+        device = self._run.device
+        if device.type != "cuda":
+            return None
+        return self._read("the GPU's properties", lambda: torch.cuda.get_device_capability(device), None)
+
+    def memory_share(self, memory: RankMemory | None) -> MemoryShare | None:
+        """Return this rank's facts about GPU memory, given its own counts there."""
+        return self._read("the use of the GPU's memory", lambda: self._memory_share(memory), None)
+
+    def _memory_share(self, memory: RankMemory | None) -> MemoryShare | None:
+        if memory is None or self._run.gpu is None:
+            return None
+        (gpu,) = gpu_readings([self._run.gpu])
+        share = MemoryShare(gpu=(self._run.place.node, gpu.index, str(gpu.uuid)), memory=memory)
+        if self.watch is None:
+            return share
+        own_pids = self.watch.own_pids
+        samples = tuple(self.watch.noted_memory())
+        return replace(share, samples=samples, own_pids=None if own_pids is None else tuple(sorted(own_pids)))
+
+    def contexts(self) -> tuple[HeldContext, ...]:
+        """Return this process's CUDA contexts, on its own GPU and on others by mistake, without creating one.
+
+        There are none if it sees fewer than two GPUs, or has not started CUDA. Their memory is read from the driver
+        when a new one appears on another GPU.
         """
+        return self._read("CUDA contexts", self._contexts, ())
+
+    def _contexts(self) -> tuple[HeldContext, ...]:
         gpu, place, has_context = self._run.gpu, self._run.place, compat.has_context()
         if gpu is None or has_context is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return ()

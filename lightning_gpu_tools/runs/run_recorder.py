@@ -5,34 +5,30 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import islice
 from statistics import median_high
 from typing import Any
 
 import torch
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
-from lightning_gpu_tools.gpus.metrics import GpuWindow, mean_window
-from lightning_gpu_tools.gpus.readings import not_none
-from lightning_gpu_tools.gpus.sampler import Phase
+from lightning_gpu_tools.gpus.metrics import mean_window
 from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import resident_memory_bytes
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape, first_tensor
 from lightning_gpu_tools.memory.history import MemoryHistory
-from lightning_gpu_tools.runs.rank_entries import own_step, own_waits
+from lightning_gpu_tools.runs.rank_entries import own_lines, own_step, own_waits
 from lightning_gpu_tools.runs.ranks import MemoryShare, Ranks
 from lightning_gpu_tools.runs.run import Run, Timer
-from lightning_gpu_tools.runs.run_gpus import Contexts, gpu_readings, mean_utilization
+from lightning_gpu_tools.runs.run_gpus import RunGpus, mean_utilization
 from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.compilations import Compilations
 from lightning_gpu_tools.training.cores import CoreUse, CoreUsers, HostReading
 from lightning_gpu_tools.training.line_sampler import LineSampler
-from lightning_gpu_tools.training.phases import CAPTURED, OPTIMIZER, RANK_WAIT, base_phase, is_backward
 from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
     HeldContext,
@@ -50,7 +46,6 @@ from lightning_gpu_tools.training.storage import Storage, storage_of
 _WARM_UP_POLL_S = 0.4  # until the memory that the first steps fill, such as caches, is there
 _SEARCH_EVERY_S = 1.0  # until the steps for the largest batch are recorded
 _READ_EVERY_S, _MAX_READINGS = 0.25, 120  # of what may change along with the step time
-_MAX_LINES = 8  # that a rank sends to rank 0
 _MAX_BATCHES = 101  # whose median is the usual size of a batch
 _MAX_LOGGED_RANKS = 64  # eight machines with eight GPUs, each with a dozen metrics
 
@@ -67,21 +62,20 @@ class RunRecorder:
         run: Run,
         clock: StepClock,
         timer: Timer,
-        gpus: GpuWatch | None,
+        watch: GpuWatch | None,
         *,
         name: str,
         store: Any,
         is_monitored: bool,
     ) -> None:
         self.run = run
-        self.gpus = gpus
         self.reader = SafeReader()
+        self.gpus = RunGpus(run, watch, self.reader)
         self.largest_batch_size: int | None = None  # in samples, that fits on this rank's GPU
         self.batch_bytes: int | None = None  # of the first batch
         self._clock, self._timer = clock, timer
         self._is_monitored = is_monitored
         self._on_gpu = bool(run.gpus)
-        self._contexts = Contexts(run)
         self._checkpoint_storage: Storage | None = None
         self._readings: dict[Quantity, Timeline] = {}
         self._batch_items: deque[int | None] = deque(maxlen=_MAX_BATCHES)  # of completed steps
@@ -97,9 +91,9 @@ class RunRecorder:
         self.cores = CoreUse(users, self.reader, local_ranks=run.place.local_ranks)
         self.loaders = RunLoaders(run, clock, self.lines.waits, self.reader, self.cores.began.children_cpu_s)
         self.ranks = Ranks(name, run.place, store, self.reader)
-        self.ranks.exchange.publish(pid=os.getpid(), contexts=[*map(asdict, self.own_contexts())])
-        if self.memory is not None and self.gpus is not None:
-            self.memory.when_read = self.gpus.note_memory
+        self.ranks.exchange.publish(pid=os.getpid(), contexts=[*map(asdict, self.gpus.contexts())])
+        if self.memory is not None and watch is not None:
+            self.memory.when_read = watch.note_memory
 
     def jobs(self) -> Iterator[tuple[str, Callable[[], float]]]:
         """Yield what to call in the background: a name, and a function that returns the seconds until the next call."""
@@ -117,7 +111,7 @@ class RunRecorder:
     @property
     def usual_batch_items(self) -> float | None:
         """Median number of elements in the first tensor of a batch, over the last completed steps."""
-        items = not_none(self._batch_items)
+        items = [items for items in self._batch_items if items is not None]
         return float(median_high(items)) if items else None
 
     @property
@@ -127,19 +121,13 @@ class RunRecorder:
         found = [f"{what} ({why})" for what, why in sorted(self.reader.unread.items())]
         if loader is not None and loader.num_workers:
             found += sorted(self.loaders.workers.unseen or ())
-        if self.gpus is not None:
-            found += self.gpus.refused
+        if self.gpus.watch is not None:
+            found += self.gpus.watch.refused
             if self.ranks.exchange.ranks < self.run.place.world_size:
                 found.append("torch.distributed's store")
-        has_backward = any(map(is_backward, clock.seconds))
-        if CAPTURED in clock.seconds or (clock.replays and not has_backward):
-            found.append("the parts of a step inside a CUDA graph")
-        elif OPTIMIZER in clock.seconds and not has_backward and self._has_compiled:
-            found.append("backward inside compiled code")
+        found += clock.unseen(self._has_compiled)
         if self._timer.rank_waits.unseen:
             found.append("waiting for other ranks within backward")
-        if clock.knows_core_wait is False:
-            found.append("waiting for a CPU core (schedstat)")
         if self.memory is not None and self.memory.failure is not None:
             found.append(f"torch's memory counters ({self.memory.failure!r})")
         return found
@@ -184,10 +172,11 @@ class RunRecorder:
 
     def _poll_readings(self) -> float:
         """Read what may change along with the step time."""
+        watch = self.gpus.watch
         if self._clock.steps > self._clock.warm_up_steps:
             now: dict[Quantity, float | None] = {
                 "batch_items": self._clock.times.batch_items,
-                "lost_clock_percent": None if self.gpus is None else self.gpus.lost_clock_percent(),
+                "lost_clock_percent": None if watch is None else watch.lost_clock_percent(),
                 "resident_bytes": resident_memory_bytes(),
             }
             for name, value in now.items():
@@ -218,11 +207,11 @@ class RunRecorder:
         """Publish this rank's speed; the first rank of every other node also publishes its GPUs."""
         if self.run.place.world_size == 1:
             return
-        facts = self._own_entry()
-        if self._is_monitored and self.gpus is not None and self.run.place.rank != 0:
-            metrics, facts["troubles"] = self.gpus.take_metrics()
+        facts, watch = self._own_entry(), self.gpus.watch
+        if self._is_monitored and watch is not None and self.run.place.rank != 0:
+            metrics, facts["troubles"] = watch.take_metrics()
             facts["metrics"] = metrics if self.run.place.world_size <= _MAX_LOGGED_RANKS else {}
-            summaries = self.gpus.summaries(at_end=at_end)
+            summaries = watch.summaries(at_end=at_end)
             facts["gpus"] = [asdict(replace(gpu, timelines={})) for gpu in summaries]
         share = self.memory_share()
         if share is not None:  # without the long part
@@ -234,13 +223,12 @@ class RunRecorder:
         """Return the facts about this rank that others need."""
         clock, waits, nothing = self._clock, self._timer.rank_waits, tuple[SourceLine, ...]()
         seen = self.reader.read("source lines", partial(self.lines.seen, self.loaders.workers.pids), nothing)
-        own = (line for line in seen if base_phase(line.phase) != RANK_WAIT)
         return {
             "own_step": own_step(self.run, clock, waits),
             "waits": own_waits(self.run, clock, waits),
-            "lines": [asdict(line) for line in islice(own, _MAX_LINES)],
+            "lines": own_lines(seen),
             "largest_batch_size": self.largest_batch_size,
-            "contexts": [*map(asdict, self.own_contexts())],
+            "contexts": [*map(asdict, self.gpus.contexts())],
         }
 
     def finish(self, timeout_s: float) -> list[str]:
@@ -250,27 +238,12 @@ class RunRecorder:
 
     def memory_share(self) -> MemoryShare | None:
         """Return this rank's facts about GPU memory; ``None`` without a GPU, or if nothing could be counted."""
-        return self.reader.read("the use of the GPU's memory", self._memory_share, None)
-
-    def _memory_share(self) -> MemoryShare | None:
-        run, memory = self.run, None if self.memory is None else self.memory.facts()
-        if memory is None or run.gpu is None:
-            return None
-        (gpu,) = gpu_readings([run.gpu])
-        share = MemoryShare(gpu=(run.place.node, gpu.index, str(gpu.uuid)), memory=memory)
-        if self.gpus is None:
-            return share
-        own_pids = self.gpus.own_pids
-        samples = tuple(self.gpus.noted_memory())
-        return replace(share, samples=samples, own_pids=None if own_pids is None else tuple(sorted(own_pids)))
-
-    def own_contexts(self) -> tuple[HeldContext, ...]:
-        """Return this rank's CUDA contexts, in the training thread."""
-        return self.reader.read("CUDA contexts", self._contexts.read, ())
+        memory = None if self.memory is None else self.reader.read("the GPU's memory", self.memory.facts, None)
+        return self.gpus.memory_share(memory)
 
     def contexts(self) -> tuple[HeldContext, ...]:
         """Return the CUDA contexts of all ranks, as far as received."""
-        return (*self.own_contexts(), *self.ranks.received.others_contexts)
+        return (*self.gpus.contexts(), *self.ranks.received.others_contexts)
 
     # All of it
 
@@ -282,8 +255,7 @@ class RunRecorder:
         phase_s = clock.so_far()
         loading = self.loaders.loading()
         loader_began, loader_now, wait_share = self.loaders.followed()
-        windows, in_validation = self._windows("training"), self._windows("validation")
-        capability = partial(torch.cuda.get_device_capability, run.device)
+        windows = self.gpus.windows()
         return RunMeasurements(
             wall_s=sum(phase_s.values()),
             steps=max(1, clock.steps),
@@ -301,8 +273,8 @@ class RunRecorder:
             host=self.cores.budget(now),
             on_gpu=self._on_gpu,
             utilization_percent=mean_utilization(windows),
-            own_utilization_percent=read("the GPU's utilization", partial(self._own_utilization, windows), None),
-            validation_utilization_percent=mean_utilization(in_validation),
+            own_utilization_percent=self.gpus.own_utilization(windows),
+            validation_utilization_percent=mean_utilization(self.gpus.windows("validation")),
             loader=self.loaders.settings,
             loader_began=loader_began,
             loader_now=loader_now,
@@ -314,7 +286,7 @@ class RunRecorder:
             checkpoint_storage=self._checkpoint_storage,
             cores=read("the use of the cores", partial(self._core_facts, now), None),
             gpu=mean_window(windows) if self._on_gpu else None,
-            compute_capability=read("the GPU's properties", capability, None) if run.device.type == "cuda" else None,
+            compute_capability=self.gpus.compute_capability(),
             gpu_idle=read("the GPU's idle time", clock.gpu_idle, None),
             memory=None if memory is None else read("the GPU's memory", memory.facts, None),
             watched=clock.watched_steps(),
@@ -335,18 +307,6 @@ class RunRecorder:
             stage=run.stage,
         )
 
-    def _windows(self, phase: Phase) -> Sequence[GpuWindow]:
-        gpus, nothing = self.gpus, tuple[GpuWindow, ...]()
-        if gpus is None:
-            return nothing
-        return self.reader.read("the GPU's metrics", lambda: gpus.trained_on(phase), nothing)
-
-    def _own_utilization(self, windows: Sequence[GpuWindow]) -> float | None:
-        if self.run.gpu is None or len(self.run.gpus) == 1:
-            return None
-        (own,) = gpu_readings([self.run.gpu])
-        return mean_utilization([window for window in windows if window.uuid == own.uuid])
-
     def _core_facts(self, now: HostReading) -> CoreFacts | None:
         loader, steady = self.loaders.settings, sum(self._clock.blocks, StepBlock())
         return self.cores.facts(
@@ -360,4 +320,5 @@ class RunRecorder:
     def _largest_on_all_ranks(self) -> int | None:
         if not self._on_gpu:
             return None
-        return min(not_none([self.largest_batch_size, *self.ranks.received.batch_sizes]), default=None)
+        sizes = (self.largest_batch_size, *self.ranks.received.batch_sizes)
+        return min((size for size in sizes if size is not None), default=None)

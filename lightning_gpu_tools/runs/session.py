@@ -207,7 +207,7 @@ class Session:
             if self.stall_watch is not None and self.stall_watch.notes:
                 self.clock.as_own_work(self.stall_watch.pass_on)
             if is_first:
-                self.clock.as_own_work(self.recorder.own_contexts)
+                self.clock.as_own_work(self.recorder.gpus.contexts)
                 if self._is_monitored and self.run.place.rank == 0:
                     self.clock.as_own_work(self._check_surroundings, self.recorder)
 

@@ -19,6 +19,7 @@ import torch
 from lightning_gpu_tools.training.cores import ThreadWait
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.phases import (
+    CAPTURED,
     CHECKPOINT,
     DATA_LOADING,
     EPOCH_START,
@@ -28,6 +29,7 @@ from lightning_gpu_tools.training.phases import (
     PAUSES,
     UNEXPLAINED,
     VALIDATION,
+    is_backward,
 )
 from lightning_gpu_tools.training.run_measurements import IdleTimes, StepBlock, WatchedSteps
 from lightning_gpu_tools.training.step_times import StepTimeRecord
@@ -131,6 +133,18 @@ class StepClock(Stopwatch):
     def knows_core_wait(self) -> bool | None:
         """Whether the kernel counts these seconds; ``None`` if not checked."""
         return None if self._core_wait is None else self._core_wait.is_known
+
+    def unseen(self, has_compiled: bool) -> list[str]:
+        """Return the parts of a step that could not be timed; ``has_compiled`` if torch.compile has."""
+        found = []
+        has_backward = any(map(is_backward, self.seconds))
+        if CAPTURED in self.seconds or (self.replays and not has_backward):
+            found.append("the parts of a step inside a CUDA graph")
+        elif OPTIMIZER in self.seconds and not has_backward and has_compiled:
+            found.append("backward inside compiled code")
+        if self.knows_core_wait is False:
+            found.append("waiting for a CPU core (schedstat)")
+        return found
 
     @property
     def wall_s(self) -> float:
