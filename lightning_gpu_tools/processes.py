@@ -2,6 +2,7 @@
 
 import functools
 import os
+import time
 from collections.abc import Collection
 from typing import NamedTuple, TypedDict
 
@@ -35,6 +36,12 @@ def process_stat(pid: int) -> ProcessStat | None:
         return None
     is_kernel_thread = bool(int(fields[6]) & _PF_KTHREAD)
     return ProcessStat(fields[0], int(fields[1]), int(fields[19]), is_kernel_thread)  # fields 3, 4, 22 and 9
+
+
+def process_age_s() -> float | None:
+    """Return the seconds since this process was started; ``None`` if unknown, as without ``/proc``."""
+    stat = process_stat(os.getpid())
+    return None if stat is None else time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started_ticks / TICKS_PER_S
 
 
 def descendants(pids: Collection[int], ancestors: Collection[int]) -> frozenset[int]:

@@ -49,6 +49,10 @@ class Report:
         diagnosis: Verdict and findings.
         gpus: Monitored GPUs.
         gpu_note: Reason why there are none, or values that could not be read.
+        startup_s: Wall time from the start of the process to the end of the first step, by part: ``own_code`` (also
+            imports), ``setup``, ``sanity_check``, ``first_batch``, ``compilation``, ``first_step`` and ``other``. For a
+            later run of the process, and in a notebook, from the start of the run. Empty before the end of that step.
+            ``wall_s`` starts after the sanity check.
         step_s_p95: 95th percentile of the same step times.
         step_s_max: Longest of the same step times.
         samples_per_s: Samples of all ranks per second, over the same steps.
@@ -89,6 +93,7 @@ class Report:
     diagnosis: Diagnosis
     gpus: tuple[GpuSummary, ...] = ()
     gpu_note: str | None = None
+    startup_s: Mapping[str, Seconds] = dataclasses.field(default_factory=dict)
     step_s_p95: Seconds | None = None
     step_s_max: Seconds | None = None
     samples_per_s: float | None = None

@@ -23,6 +23,7 @@ from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.reports.gpu_table import gpu_lines, gpu_sentences
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, Report
 from lightning_gpu_tools.training.phases import IN_WORKER, RANK_WAIT, TRAINING_STEP, UNEXPLAINED
+from lightning_gpu_tools.training.startup import STARTUP_PARTS
 from lightning_gpu_tools.units import format_bytes, format_duration, line_width, plural, printable, wrapped
 
 _EARLY_WARNINGS = {name for name, cause in MEMORY_CAUSES.items() if cause.find_early is not None}
@@ -34,6 +35,8 @@ _MAX_PROCESSES = 4
 _MAX_STALLS = 3
 _MIN_PART = 0.02
 _MIN_TIME = 0.01  # of the wall time
+# Our defaults: the time until the first step is done is shown if it is long, or a large part of the wall time.
+_LONG_STARTUP_S, _MIN_STARTUP, _MIN_STARTUP_S = 10.0, 0.2, 2.0
 _MIN_MEMORY = 0.5  # of a GPU's, from which on what uses it is worth a tree
 _TIME_COLUMNS = 42  # of a row of the time tree, after the label
 _MAX_SOURCE_LINES = 10  # of a phase
@@ -121,6 +124,7 @@ def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
         yield f"No progress for {lasted} at step {stall.step}{continued}: {printable(stall.why, 800)}"
     if len(shown) < len(stalls):
         yield f"{FILE_NAME} has {plural(len(stalls) - len(shown), 'shorter stall')}."
+    yield from _startup_line(report)
     yield from gpu_sentences(report.gpus, full=full)
     if report.gpu_note:
         yield report.gpu_note
@@ -151,6 +155,20 @@ def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
         yield f"GPU time of a step: {', '.join(parts)}."
     if report.loader is not None:
         yield loader_line(report.loader)
+
+
+def _startup_line(report: Report) -> Iterator[str]:
+    total_s = sum(report.startup_s.values())
+    if total_s < max(_MIN_STARTUP_S, min(_LONG_STARTUP_S, _MIN_STARTUP * report.wall_s)):
+        return
+    parts_s = {name: seconds for name, seconds in report.startup_s.items() if seconds >= _MIN_TIME * total_s}
+    parts_s["other"] = parts_s.get("other", 0.0) + total_s - sum(parts_s.values())
+    parts = [
+        f"{STARTUP_PARTS.get(name) or printable(name)} {format_duration(seconds)}"
+        for name, seconds in parts_s.items()
+        if seconds >= _MIN_TIME * total_s
+    ]
+    yield f"{format_duration(total_s)} until the first step was done: {', '.join(parts)}."
 
 
 def _largest_first(values: Mapping[str, float]) -> list[tuple[str, float]]:

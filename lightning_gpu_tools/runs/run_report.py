@@ -93,6 +93,7 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         steps=steps,
         wall_s=measured.wall_s,
         phase_s=measured.phase_s,
+        startup_s=session.startup.parts_s,
         step_s_median=measured.step_p50_s,
         diagnosis=diagnosis,
         gpus=ranks.gpus_of_other_nodes(),

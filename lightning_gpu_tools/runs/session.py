@@ -32,6 +32,7 @@ from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.startup import Startup
 from lightning_gpu_tools.training.step_clock import StepClock
 
 _trainings = itertools.count()  # in the same order on all ranks
@@ -50,6 +51,7 @@ class Session:
     def __init__(self, run: Run, timer: Callable[[StepClock, Callable[[sampler.Phase], None]], Timer]) -> None:
         self.run = run
         self.clock = StepClock()
+        self.startup = Startup(self.clock)
         self.ending = Ending(run, self.clock)
         self.background = BackgroundJobs()
         self.recorder: RunRecorder | None = None  # None before training begins
@@ -207,6 +209,8 @@ class Session:
             if self.stall_watch is not None and self.stall_watch.notes:
                 self.clock.as_own_work(self.stall_watch.pass_on)
             if is_first:
+                compilation_s = self.recorder.reader.read("the compilations", self.recorder.compilations.total_s, 0.0)
+                self.startup.end(compilation_s)
                 self.clock.as_own_work(self.recorder.gpus.contexts)
                 if self._is_monitored and self.run.place.rank == 0:
                     self.clock.as_own_work(self._check_surroundings, self.recorder)

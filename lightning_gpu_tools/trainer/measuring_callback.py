@@ -194,6 +194,16 @@ class MeasuringCallback(GuardedCallback):
         return any(not other.yields for other in same) or self not in same[:1]
 
     @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._session is not None:
+            self._session.startup.begin_sanity_check()
+
+    @override
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._session is not None:
+            self._session.startup.end_sanity_check()
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(trainer, "fit")
 

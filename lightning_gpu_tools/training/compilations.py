@@ -25,6 +25,7 @@ class Compilations:
         self._began_s = time.time()
         self._last: Any = None  # entry of the record that was read
         self._functions: dict[str, Recompiled] = {}  # by torch's number
+        self._total_s = 0.0
         self._lock = threading.Lock()
 
     def poll(self) -> float:
@@ -32,6 +33,12 @@ class Compilations:
         with self._lock:
             self._read()
         return _POLL_S
+
+    def total_s(self) -> float:
+        """Return the duration of all compilations that began during training."""
+        with self._lock:
+            self._read()
+            return self._total_s
 
     def facts(self) -> tuple[Recompiled, ...] | None:
         """Return the functions compiled again so far, most time first; ``None`` if nothing was compiled."""
@@ -51,6 +58,8 @@ class Compilations:
             self._last = one
 
     def _add(self, one: Any) -> None:
+        if one.start_time_us / 1e6 >= self._began_s:
+            self._total_s += (one.end_time_us - one.start_time_us) / 1e6
         number, _, compiled_before = str(one.compile_id).rpartition("/")
         function = self._functions.get(number, Recompiled())
         if one.co_name:
