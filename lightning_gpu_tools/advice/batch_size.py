@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 
 from lightning_gpu_tools.memory.caching_allocator import CachingAllocator, block_size
-from lightning_gpu_tools.memory.readings import RecordedStep, RecordedSteps
+from lightning_gpu_tools.memory.readings import StepMemory
 
 # Our defaults.
 _SPARE = 0.02  # share of the memory that a search leaves free
@@ -21,67 +20,57 @@ _MAX_TIMES = 2**20  # times the recorded batch size, where a search ends
 _LOST = 0.16  # of the memory of a failed step, at most; measured with ten models
 
 _NOBODY = None, 0
-NOT_RECORDED = "No step was recorded in which the batch determined the memory."
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LargestBatch:
-    """The largest batch size that fits, or the reason why it is unknown."""
-
-    size: int | None = None  # 0: not even one sample fits
-    is_bound: bool = False  # an upper bound: larger sizes do not fit, and this one may not fit either
-    why_not: str = ""  # the reason why there is no size, as a sentence
 
 
 def largest_batch(
-    recorded: RecordedSteps,
+    steps: Sequence[StepMemory],
     room_bytes: float,
     batch_bytes: int = 0,
     *,
     keeps_gradients: bool = False,
-) -> LargestBatch:
-    """Return the largest batch size that fits, in samples.
+) -> int | None:
+    """Return the largest batch size that fits, in samples: 0 if not even one fits, ``None`` if the batch takes nothing.
 
     Args:
-        recorded: The steps of a run with small batches.
+        steps: The recorded steps of a run with small batches.
         room_bytes: The GPU memory that torch can have.
         batch_bytes: Size of a whole batch on the GPU, in the last of these steps.
         keeps_gradients: Whether gradients stay during steps, as with accumulation.
     """
-    if not any(event.grows for event in recorded.steps[-1].events):
-        return LargestBatch(why_not=NOT_RECORDED)
 
     def fits(size: int) -> bool:
         room = (1 - _SPARE) * room_bytes
-        return _trains(recorded, size, room, batch_bytes, keeps_gradients=keeps_gradients)
+        return _trains(steps, size, room, batch_bytes, keeps_gradients=keeps_gradients)
 
-    usual = recorded.steps[-1].batch_shape[0]
+    if not any(event.grows for event in steps[-1].events):
+        return None
+    usual = steps[-1].batch_shape[0]
     largest, too_large = 0, max(1, usual)
     while fits(too_large):
         largest, too_large = too_large, 2 * too_large
         if too_large > _MAX_TIMES * usual:
-            return LargestBatch(why_not="Memory does not limit the batch.")
+            return None
     while too_large - largest > max(1, _PRECISION * largest):
         middle = (largest + too_large) // 2
         largest, too_large = (middle, too_large) if fits(middle) else (largest, middle)
-    return LargestBatch(size=largest)
+    return largest
 
 
-def bound_by_failure(batch_size: int, taken_bytes: float, fixed_bytes: float, room_bytes: float) -> LargestBatch:
+def bound_by_failure(batch_size: int, taken_bytes: float, fixed_bytes: float, room_bytes: float) -> int:
     """Return an upper bound from a failed step that had taken ``taken_bytes`` in addition to ``fixed_bytes``."""
-    if taken_bytes <= 0:
-        return LargestBatch(why_not=NOT_RECORDED)
     size = math.floor(batch_size * (1 - _LOST) * (room_bytes - fixed_bytes) / taken_bytes)
-    return LargestBatch(size=max(0, min(size, batch_size - 1)), is_bound=True)
+    return max(0, min(size, batch_size - 1))
 
 
-def _trains(recorded: RecordedSteps, size: int, room_bytes: float, batch_bytes: int, *, keeps_gradients: bool) -> bool:
+def _trains(
+    steps: Sequence[StepMemory], size: int, room_bytes: float, batch_bytes: int, *, keeps_gradients: bool
+) -> bool:
     """Return whether memory suffices for the recorded steps with batches of this size, and for one more step."""
-    allocator = CachingAllocator(room_bytes, recorded.segments)
+    allocator = CachingAllocator(room_bytes, steps[0].segments)
     owners: dict[int, tuple[Hashable, int]] = {}  # the key and size of the block at each recorded address
     left: defaultdict[int, list[Hashable]] = defaultdict(list)  # blocks of the previous step, by size
-    last = recorded.steps[-1]
-    for number, step in enumerate((*recorded.steps, last)):
+    last = steps[-1]
+    for number, step in enumerate((*steps, last)):
         times = size / max(1, step.batch_shape[0])
         extra = math.ceil((times - 1) * batch_bytes)
         if extra > 0 and not allocator.allocate("batch", extra):
@@ -129,7 +118,7 @@ def _release(
             return
 
 
-def _left_by(step: RecordedStep) -> frozenset[int]:
+def _left_by(step: StepMemory) -> frozenset[int]:
     """Return the positions of events whose blocks remain after the step, without those that grow with the batch."""
     live: dict[int, int] = {}
     for place, event in enumerate(step.events):

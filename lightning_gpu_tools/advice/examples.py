@@ -21,9 +21,6 @@ from lightning_gpu_tools.memory.readings import (
     MemoryHoldings,
     MemoryReading,
     RankMemory,
-    RecordedStep,
-    RecordedSteps,
-    Segment,
     StepMemory,
 )
 from lightning_gpu_tools.training.phases import FORWARD
@@ -201,14 +198,10 @@ def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
             allocated_bytes=allocated, peak_allocated_bytes=peak, reserved_bytes=peak, peak_reserved_bytes=peak
         )
 
-    first = StepMemory(step=1, batch_shape=(batch_size, 512), begin=reading(2 * GIB))
-    last = StepMemory(
-        step=9,
-        batch_shape=(batch_size, 512),
-        begin=reading(begin),
-        after_forward=reading(peak),
-        added_bytes=peak - begin,
-    )
+    shape = (batch_size, 512)
+    first = StepMemory(step=1, batch_shape=shape, readings={"begin": reading(2 * GIB)})
+    moments = {"begin": reading(begin), "after_forward": reading(peak)}
+    last = StepMemory(step=9, batch_shape=shape, readings=moments, added_bytes=peak - begin)
     events = (
         Block(10, peak - begin, grows=True),
         Block(2, -2 * GIB),
@@ -217,8 +210,7 @@ def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
         Block(10, begin - peak),
         Block(12, 2 * GIB),
     )
-    held = Segment(False, ((1, begin - 2 * GIB, False),)), Segment(False, ((2, 2 * GIB, False),))
-    recorded = RecordedSteps(segments=held, steps=(RecordedStep(9, (batch_size, 512), events),))
+    held = (Block(1, begin - 2 * GIB),), (Block(2, 2 * GIB),)
     return RankMemory(
         latest=reading(begin),
         holdings=MemoryHoldings(
@@ -226,7 +218,7 @@ def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
         ),
         first_step=first,
         last_step=last,
-        recorded=recorded,
+        recorded=(replace(last, segments=held, events=events),),
         peaks_bytes={"forward": peak},
     )
 

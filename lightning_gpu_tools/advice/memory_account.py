@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -114,22 +114,24 @@ class MemoryAccount:
     kept_lines: tuple[MemoryLine, ...] = ()
 
 
-def account_for(
-    gpu: tuple[int, int, str],
-    ranks: Sequence[RankMemory],
-    sample: GpuSample | None = None,
-    own_pids: Collection[int] | None = None,
-) -> MemoryAccount:
-    """Return the use of a GPU's memory.
+def accounts(ranks: Sequence[RankMemory]) -> tuple[MemoryAccount, ...]:
+    """Return the use of the memory of each GPU on which these ranks train."""
+    drivers = {(rank.gpu[0], sample.uuid): (sample, rank.own_pids) for rank in ranks for sample in rank.samples}
+    of_gpus: defaultdict[tuple[int, int, str], list[RankMemory]] = defaultdict(list)
+    for rank in ranks:
+        of_gpus[rank.gpu].append(rank)
+    return tuple(
+        _account(of_gpus[gpu], *drivers.get((gpu[0], gpu[2]), (GpuSample(uuid=gpu[2], time_s=0.0), None)))
+        for gpu in sorted(of_gpus)
+    )
 
-    Args:
-        gpu: Its node, index and UUID.
-        ranks: The counts of the ranks of the job that train on it.
-        sample: The driver's report, if it was read.
-        own_pids: The driver's PIDs of this job's processes; ``None`` if unknown, as in a container.
+
+def _account(ranks: Sequence[RankMemory], sample: GpuSample, own_pids: Collection[int] | None) -> MemoryAccount:
+    """Return the use of the memory of a GPU on which these ranks train, by the driver's sample.
+
+    ``own_pids`` are the driver's PIDs of this job; ``None`` if unknown, as in a container.
     """
-    node, index, uuid = gpu
-    sample = sample or GpuSample(uuid=uuid, time_s=0.0)
+    node, index, uuid = ranks[0].gpu
     parts = sum((Counter(_torch_parts(rank)) for rank in ranks), Counter())
     reserved_bytes = parts.total()
     used_bytes, total_bytes = sample.memory_used_bytes, sample.memory_total_bytes
@@ -184,7 +186,8 @@ def _cut(sizes: Mapping[str, int], room_bytes: int) -> dict[str, int]:
 
 
 def _readings(rank: RankMemory) -> list[MemoryReading]:
-    return [rank.latest, *(one for step in (rank.first_step, rank.last_step) if step for one in step.readings)]
+    steps = (step for step in (rank.first_step, rank.last_step) if step is not None)
+    return [rank.latest, *(reading for step in steps for reading in step.readings.values())]
 
 
 def _peak_reserved(rank: RankMemory) -> int:
@@ -204,7 +207,7 @@ def _torch_parts(rank: RankMemory) -> dict[str, int]:
     # The peak may date from before the allocator emptied its cache.
     peak_bytes = min(max(peaks.get(peak_in, 0), nearest.allocated_bytes), reserved_bytes)
     held, step = rank.holdings or MemoryHoldings(), rank.last_step or rank.first_step
-    begin = latest if step is None or step.begin is None else step.begin
+    begin = latest if step is None else step.readings.get("begin", latest)
     others_bytes = max(0, (rank.kept_bytes or begin.allocated_bytes) - held.between_steps_bytes)
     at_peak = {
         "parameters": held.parameters_bytes,

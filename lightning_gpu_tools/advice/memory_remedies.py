@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 
-from lightning_gpu_tools.advice.batch_size import NOT_RECORDED, LargestBatch, bound_by_failure, largest_batch, split
-from lightning_gpu_tools.advice.lines import holding
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.phases import VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
 MARGIN = 0.20  # loadtune's, of a job's need: for rounding, fragments and cuDNN's workspaces
-_PART_OF_BOUND = 0.5  # our default: what to try of an upper bound, because the rest of the failed step is unknown
 _MIN_FREED = 0.1  # our default: the share of the activations below which lower precision is not worth a change
 _LEFT_BY_CHECKPOINTING = 0.2  # measured in a transformer of 6 layers: 5.7 of 28.2 MiB per sample
 
@@ -22,64 +19,15 @@ def in_validation(oom: OutOfMemory) -> bool:
     return base_phase(oom.phase) == VALIDATION
 
 
-def largest_that_fits(run: RunMeasurements, oom: OutOfMemory) -> LargestBatch:
-    """Return the largest batch size that fits, in samples."""
-    if oom.room_bytes is None:
-        return LargestBatch(why_not="The error does not include the size of the memory.")
-    if oom.batch_shape and samples(run, oom) is None:
-        return LargestBatch(why_not="The first dimension of the first tensor of a batch is not its samples.")
-    bound = LargestBatch(why_not=NOT_RECORDED)
-    if oom.batch_shape and oom.allocated_bytes is not None and oom.begin_bytes is not None:
-        begin = oom.begin_bytes - oom.batch_bytes
-        # The first step of the optimizer will take memory as well.
-        fixed = begin if in_validation(oom) else max(begin, oom.model.total_bytes)
-        bound = bound_by_failure(oom.batch_shape[0], oom.wanted_bytes - begin, fixed, oom.room_bytes)
-    recorded = None if oom.memory is None or in_validation(oom) else oom.memory.recorded
-    if recorded is None:
-        return bound
-    # The advice is more batches with the same effective size, so gradients stay.
-    found = largest_batch(recorded, oom.room_bytes, run.batch_bytes or 0, keeps_gradients=True)
-    if found.size is None or not oom.batch_shape:
-        return bound if found.size is None else found
-    return LargestBatch(size=min(found.size, oom.batch_shape[0] - 1))
-
-
-def smaller_batch(run: RunMeasurements, oom: OutOfMemory, size: int | None, fits: LargestBatch) -> str:
-    """Return advice on the batch size to set."""
-    where = " of the validation loader" if in_validation(oom) else ""
-    if size is None or fits.size is None:
-        return f"Lower the batch size{where}{f' (now {size})' if size else ''}. {fits.why_not}".strip()
-    if fits.size < 1:
-        return "Based on measured memory, not even a batch of 1 fits."
-    known = f"About {fits.size} fit" if fits.is_bound else f"{fits.size} fit, based on measured memory"
-    goal = math.ceil(_PART_OF_BOUND * fits.size) if fits.is_bound else fits.size
-    more = ", or fewer: the failed step did not finish" if fits.is_bound else ""
-    if in_validation(oom) or run.stage != "fit":
-        return f"Set batch_size={goal}{where} (now {size}). {known}{more}."
-    smaller, accumulate = split(size, goal, run.accumulate_grad_batches)
-    if run.has_trainer:
-        keep = f"accumulate_grad_batches={accumulate} (now {run.accumulate_grad_batches})"
-    else:
-        keep = f"call optimizer.step() after every {accumulate} batches, with the loss divided by {accumulate},"
-    return f"Set batch_size={smaller} (now {size}), and {keep} to keep the effective batch size. {known}{more}."
-
-
-def samples(run: RunMeasurements, oom: OutOfMemory) -> int | None:
-    """Return the number of samples in the batch; ``None`` if they are not the first dimension of its first tensor."""
-    size = oom.batch_shape[0] if oom.batch_shape else None
-    known = None if run.loader is None or in_validation(oom) else run.loader.batch_size
-    return None if size is None or (known is not None and size > known) else size
-
-
 def levers(run: RunMeasurements, oom: OutOfMemory) -> str:
     """Return changes that free memory at the same batch size, each with the amount."""
     step = None if oom.memory is None else oom.memory.last_step
     known = [0]
     if oom.begin_bytes is not None and oom.allocated_bytes is not None:
         known.append(oom.allocated_bytes - oom.begin_bytes)
-    if step is not None and step.begin is not None:
-        after = [reading for reading in (step.after_forward, step.before_backward) if reading is not None]
-        known += [reading.allocated_bytes - step.begin.allocated_bytes for reading in after]
+    if step is not None:
+        after = [step.readings[name] for name in ("after_forward", "before_backward") if name in step.readings]
+        known += [reading.allocated_bytes - step.readings["begin"].allocated_bytes for reading in after]
     activations = max(known)
     if not activations or in_validation(oom):
         return ""
@@ -151,13 +99,6 @@ def another_gpu(oom: OutOfMemory) -> str:
         return ""
     pick = f"CUDA_VISIBLE_DEVICES=$(lightning-gpu-tools pick --min-free {needed(oom)})"
     return f"{'GPU' if best.mig_index is None else 'MIG instance'} {best.number} has {format_bytes(free)} free: {pick}."
-
-
-def largest_lines(oom: OutOfMemory) -> str | None:
-    """Return the program's lines that allocate most of a step; ``None`` if they are unknown."""
-    if oom.memory is not None and oom.memory.peak_lines and not in_validation(oom):
-        return holding(oom.memory.peak_lines)
-    return holding(oom.lines)
 
 
 def why_host_is_full(run: RunMeasurements, oom: OutOfMemory) -> str:

@@ -319,12 +319,12 @@ class OutOfMemory:
     def usual_step_bytes(self) -> int:
         """The most memory that a step has added to the memory at its start; 0 if unknown."""
         memory, last = self.memory, None if self.memory is None else self.memory.last_step
-        if memory is None or last is None or last.begin is None or not self.has_completed_full_steps:
+        if memory is None or last is None or not self.has_completed_full_steps:
             return 0
-        begin = last.begin.allocated_bytes
+        begin = last.readings["begin"].allocated_bytes
         peaks = [size for phase, size in memory.peaks_bytes.items() if phase not in ("before_training", VALIDATION)]
         return max(
-            max(reading.allocated_bytes for reading in last.readings) - begin,
+            max(reading.allocated_bytes for reading in last.readings.values()) - begin,
             max(peaks, default=begin) - begin,
             last.added_bytes,
         )

@@ -45,7 +45,7 @@ from lightning_gpu_tools.memory.blocks import (
 )
 from lightning_gpu_tools.memory.counters import read_memory
 from lightning_gpu_tools.memory.holdings import fixed_sizes_of, plain_tensors, workspace_sizes_of
-from lightning_gpu_tools.memory.readings import Block, MemoryLine, RecordedStep, RecordedSteps, Segment
+from lightning_gpu_tools.memory.readings import Block, MemoryLine, Segment, StepMemory
 from lightning_gpu_tools.trainer.import_hooks import when_imported
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.source_lines import line_in
@@ -254,7 +254,7 @@ class Recorder:
         assert reading is not None
         fits = None
         if self._batch_size and outcome == "complete" and len(gpu.steps) == _REPLAYED_STEPS and gpu.is_complete:
-            fits = largest_batch(gpu.recorded(), self._plan.room_bytes).size
+            fits = largest_batch(gpu.recorded(), self._plan.room_bytes)
         parts = dict(gpu.parts)
         parts["activations"] = max(0, reading.peak_allocated_bytes - sum(parts.values()) + parts.get("activations", 0))
         return dataclasses.replace(
@@ -286,7 +286,7 @@ class _Gpu:
     peak: Moment | None = None
     parts: Counter[str] = field(default_factory=Counter)
     lines: tuple[MemoryLine, ...] = ()
-    steps: list[RecordedStep] = field(default_factory=list)
+    steps: list[StepMemory] = field(default_factory=list)
     is_complete: bool = True  # no event of these steps is missing
     _segments: tuple[Segment, ...] = ()  # at the beginning of the first step
     _unnamed: dict[int, int] = field(default_factory=dict)  # address -> size of unknown blocks in these segments
@@ -321,19 +321,19 @@ class _Gpu:
             self._segments = segments(self.gpu)
             self._unnamed = {one: self._live[one].size for one in self._live.keys() - self._names.keys()}
 
-    def recorded(self) -> RecordedSteps:
+    def recorded(self) -> tuple[StepMemory, ...]:
         """Return the steps for a replay. The first one also allocates its batch: unknown blocks that it later frees."""
         freed = {event.address for step in self.steps for event in step.events if event.size < 0}
         batch = {address: size for address, size in self._unnamed.items() if address in freed}
         first, *others = self.steps
         events = (*(Block(address, size, grows=True) for address, size in batch.items()), *first.events)
         kept = []
-        for one in self._segments:
-            blocks = tuple((at, size, is_free or at in batch) for at, size, is_free in one.blocks)
+        for segment in self._segments:
+            blocks = tuple(block._replace(is_free=block.is_free or block.address in batch) for block in segment)
             # A segment that holds only the batch would not exist before it.
-            if blocks == one.blocks or not all(is_free for _, _, is_free in blocks):
-                kept.append(Segment(one.is_small, blocks))
-        return RecordedSteps(segments=tuple(kept), steps=(first._replace(events=events), *others))
+            if blocks == segment or not all(block.is_free for block in blocks):
+                kept.append(blocks)
+        return (dataclasses.replace(first, segments=tuple(kept), events=events), *others)
 
     def _keep_peak(self, found: Peak, step: int, names: dict[int, str]) -> None:
         last = found.reached_by
@@ -351,7 +351,7 @@ class _Gpu:
         weights = {id(weight): weight for weight in weights}.values()
         fixed = fixed_sizes_of(self.gpu)
         found = events_with_growth(events, ends_of(events), weights, is_mixed=is_mixed, fixed=fixed)
-        self.steps.append(RecordedStep(step, (batch_size,), found))
+        self.steps.append(StepMemory(step=step, batch_shape=(batch_size,), events=found))
 
 
 def _names(**parts: object) -> dict[int, str]:

@@ -60,11 +60,16 @@ def _segments(gpu: torch.device) -> list[dict[str, Any]]:
 def segments(gpu: torch.device) -> tuple[Segment, ...]:
     """Return the segments of torch's allocator on a GPU."""
     return tuple(
-        Segment(
-            one["segment_type"] == "small",
-            tuple((block["address"], block["size"], block["state"] == "inactive") for block in one["blocks"]),
+        tuple(
+            Block(
+                block["address"],
+                block["size"],
+                is_free=block["state"] == "inactive",
+                is_small=segment["segment_type"] == "small",
+            )
+            for block in segment["blocks"]
         )
-        for one in _segments(gpu)
+        for segment in _segments(gpu)
     )
 
 

@@ -51,16 +51,16 @@ class CachingAllocator:
         self._next_address = 0
         for segment in segments:
             before = None
-            address = self._new_address(sum(size for _, size, _ in segment.blocks))
-            for key, size, is_free in segment.blocks:
-                block = _Block(address, size, is_small=segment.is_small, is_free=is_free)
-                address += size
+            address = self._new_address(sum(block.size for block in segment))
+            for recorded in segment:
+                block = _Block(address, recorded.size, is_small=recorded.is_small, is_free=recorded.is_free)
+                address += block.size
                 _join(before, block)
                 before = block
-                if is_free:
-                    insort(self._free[block.is_small], (size, block.address, block))
+                if block.is_free:
+                    insort(self._free[block.is_small], (block.size, block.address, block))
                 else:
-                    self._used[key] = block
+                    self._used[recorded.address] = block
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._used

@@ -29,12 +29,11 @@ from lightning_gpu_tools.memory.holdings import (
     weights_of,
 )
 from lightning_gpu_tools.memory.readings import (
+    Block,
     MemoryHoldings,
     MemoryLine,
     MemoryReading,
     RankMemory,
-    RecordedStep,
-    RecordedSteps,
     Segment,
     StepMemory,
 )
@@ -89,14 +88,14 @@ class MemoryCounters:
         self._spent_s = 0.0
         self._moments: dict[str, MemoryReading] = {}
         self._batch_step = 0  # the step whose batch has not been recorded yet
-        self._batch_shape: tuple[int, ...] | None = None
+        self._batch_shape: tuple[int, ...] = ()
         self._latest: MemoryReading | None = None
         self._first: StepMemory | None = None
         self._last: StepMemory | None = None
         self._segments: tuple[Segment, ...] = ()
-        self._recorded: list[RecordedStep] = []
+        self._recorded: list[StepMemory] = []
         self._is_recorded = True  # all steps so far that a replay needs
-        self._room_bytes = 0
+        self.room_bytes = 0  # the most that torch could use next to other processes; 0 = unknown
         self._steps_read = 0
         self._recorder = MemoryRecorder()
         self._records_step = False
@@ -149,7 +148,7 @@ class MemoryCounters:
         """Begin a step, and read the counters if it is the next one to read."""
         if self._clock.steps >= self.next_step:
             self._spent_s, self._moments, self._replays = 0.0, {}, self._clock.replays
-            self._batch_step, self._batch_shape = self._clock.steps, None
+            self._batch_step, self._batch_shape = self._clock.steps, ()
             self.is_reading = True
             self.note("begin", "training")
             self._steps_read += 1
@@ -163,7 +162,7 @@ class MemoryCounters:
         return self._first is None or self._last is self._first
 
     def note(self, moment: str, phase: str) -> None:
-        """Read the counters after a phase, at the step's first such moment (a field of ``StepMemory``)."""
+        """Read the counters after a phase, at the step's first such moment, as in ``StepMemory.readings``."""
         if self.is_reading:
             self._do(self._note, moment, phase)
 
@@ -190,13 +189,13 @@ class MemoryCounters:
 
     def note_batch(self, shape: tuple[int, ...] | None) -> None:
         """Record the shape of the current step's batch."""
-        self._batch_step, self._batch_shape = 0, shape
+        self._batch_step, self._batch_shape = 0, shape or ()
         if not self.is_reading and self._last is not None:  # a Trainer passes the batch after the step has ended
             is_first = self._last is self._first
-            self._last = dataclasses.replace(self._last, batch_shape=shape)
+            self._last = dataclasses.replace(self._last, batch_shape=self._batch_shape)
             self._first = self._last if is_first else self._first
             if self._recorded and self._recorded[-1].step == self._last.step:
-                self._recorded[-1] = self._recorded[-1]._replace(batch_shape=shape or ())
+                self._recorded[-1] = dataclasses.replace(self._recorded[-1], batch_shape=self._batch_shape)
 
     def note_failure(self, kept_bytes: float | None, allocated_bytes: float | None) -> None:
         """Record the bytes in tensors when memory ran out, and when the last step before it began."""
@@ -250,8 +249,11 @@ class MemoryCounters:
         self._recorder.start("all")
         self._records_step = self._recorder.is_recording
 
-    def _take_record(self) -> int:
-        """End the record of this step, and return the bytes that it adds at its peak; 0 without a complete record."""
+    def _take_record(self) -> tuple[int, tuple[Block, ...]]:
+        """End the record of this step.
+
+        Returns the bytes that it adds at its peak, and the events to replay; nothing without a complete record.
+        """
         is_replayed, is_begun, self._records_step = self._is_replayed(), self._records_step, False
         events = recorded_events(self._gpu) if is_begun else []
         if is_begun:
@@ -261,27 +263,33 @@ class MemoryCounters:
         has_graph = self._clock.replays > self._replays  # its memory was allocated when it was captured
         if has_graph or not is_begun or sum(event.size > 0 for event in events) != end - begin:
             self._is_recorded &= not is_replayed
-            return 0
+            return 0, ()
         after_forward = moments.get("after_forward", moments.get("before_backward", end))
         # With manual optimization there may be several backwards, and not all work after the first is the optimizer's.
         after_backward = moments.get("after_backward", end) if "after_forward" in moments else end
         ends = after_forward - begin, after_backward - begin
         self._peak_lines = by_line(blocks_at_peak(events, ends))
+        found: tuple[Block, ...] = ()
         if is_replayed:
             is_mixed = "mixed" in (self._training.precision or "")
             fixed = fixed_sizes_of(self._gpu)
             found = events_with_growth(events, ends, weights_of(self._training), is_mixed=is_mixed, fixed=fixed)
-            step = RecordedStep(self._clock.steps, self._batch_shape or (), found)
-            # Of the steps up to the optimizer's first, the first and the last.
-            self._recorded[1 if self._first is None else len(self._recorded) :] = [step]
-        return peak_bytes(events)
+        return peak_bytes(events), found
 
     def _keep_step(self) -> None:
         before = 0 if self._last is None else self._last.added_bytes
-        added_bytes = self._take_record() or before
+        added_bytes, events = self._take_record()
         step = StepMemory(
-            step=self._clock.steps, batch_shape=self._batch_shape, added_bytes=added_bytes, **self._moments
+            step=self._clock.steps,
+            batch_shape=self._batch_shape,
+            readings=self._moments,
+            added_bytes=added_bytes or before,
         )
+        if events:
+            # Of the steps up to the optimizer's first, the first and the last.
+            place = 1 if self._first is None else len(self._recorded)
+            segments_before = () if self._recorded else self._segments
+            self._recorded[place:] = [dataclasses.replace(step, segments=segments_before, events=events)]
         self._last = step
         optimized = self._training.optimizer_steps - self._optimizer_steps
         has_state = any(one.state for one in self._training.optimizers)
@@ -293,7 +301,7 @@ class MemoryCounters:
             self.usual = {one.address for one in live_blocks(self._gpu) if one.stack}
             free_bytes, _ = torch.cuda.mem_get_info(self._gpu)
             held_bytes = self._moments["end"].reserved_bytes
-            self._room_bytes = int(min(held_bytes + free_bytes, compat.allowed_bytes(self._gpu)))
+            self.room_bytes = int(min(held_bytes + free_bytes, compat.allowed_bytes(self._gpu)))
         interval = 1
         has_next = self._first is not None and self._first is not step  # a step that begins with the optimizer's states
         if has_next or step.step >= _MAX_EARLY_STEPS:
@@ -305,21 +313,21 @@ class MemoryCounters:
     def kept_bytes(self) -> int | None:
         """Bytes in tensors at the start of the last step read. Safe in any thread."""
         last = self._last
-        return None if last is None or last.begin is None else last.begin.allocated_bytes
+        return None if last is None else last.readings["begin"].allocated_bytes
 
     @property
-    def room_bytes(self) -> int | None:
+    def left_bytes(self) -> int | None:
         """Additional bytes that would fit without other processes."""
         return max(0, self._total_bytes - self._peak_bytes) if self._total_bytes else None
 
     @property
-    def recorded(self) -> RecordedSteps | None:
+    def recorded(self) -> tuple[StepMemory, ...]:
         """The recorded steps, once the optimizer's first is among them. Safe in any thread."""
         # After that, not every step was read, and the optimizer's first may be missing.
         is_whole = self._is_recorded and self._first is not None and self._first.step < _MAX_EARLY_STEPS
         if not (is_whole and self._recorded and all(one.batch_shape for one in self._recorded)):
-            return None
-        return RecordedSteps(segments=self._segments, steps=tuple(self._recorded), room_bytes=self._room_bytes)
+            return ()
+        return tuple(self._recorded)
 
     def _left_behind(self) -> tuple[MemoryLine, ...]:
         """Return the lines of memory that recorded steps have left, without that of the optimizer's first step."""
@@ -340,6 +348,7 @@ class MemoryCounters:
             first_step=self._first,
             last_step=self._last,
             recorded=self.recorded,
+            room_bytes=self.room_bytes,
             peak_lines=self._peak_lines,
             kept_lines=self._left_behind(),
             peaks_bytes=dict(self._peaks),

@@ -76,7 +76,7 @@ class MemoryHistory:
     def growth(self) -> tuple[MemoryGrowth, ...]:
         """Return the memory that has grown steadily up to now."""
         on_host_bytes, found = read_host_budget().memory_available_bytes, []
-        on_gpu_bytes = None if self._gpu is None else self._gpu.room_bytes
+        on_gpu_bytes = None if self._gpu is None else self._gpu.left_bytes
         for whose, timeline in self._timelines.items():
             growth = steady_growth(whose, timeline.points(), on_gpu_bytes if whose == "gpu" else on_host_bytes)
             if growth is not None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from lightning_gpu_tools.gpus.metrics import GpuSample
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReading:
@@ -26,40 +28,18 @@ Stack = Sequence[Mapping[str, Any]]  # as torch records it, innermost frame firs
 
 
 class Block(NamedTuple):
-    """A block of GPU memory that was allocated, or released."""
+    """A block of torch's allocator: allocated, released, or listed in a segment."""
 
     address: int
-    size: int  # as requested, in bytes; negative for a release
+    size: int  # in bytes, in a segment of the whole block, else as requested; negative for a release
     grows: bool = False  # with the batch
     phase: str = ""
     stack: Stack = ()  # of its allocation; empty if it was not recorded, or no Python ran
+    is_free: bool = False
+    is_small: bool = False  # in a segment for blocks of up to 1 MiB
 
 
-class Segment(NamedTuple):
-    """Memory that torch's allocator has taken from the driver, and its blocks from end to end."""
-
-    is_small: bool  # for blocks of up to 1 MiB
-    blocks: tuple[tuple[int, int, bool], ...]  # address, size, and whether it is free
-
-
-class RecordedStep(NamedTuple):
-    """The allocations of one step."""
-
-    step: int
-    batch_shape: tuple[int, ...]  # of the first tensor of its batch
-    events: tuple[Block, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecordedSteps:
-    """The allocations of the first step, of the optimizer's first, and of the first with its states and old gradients.
-
-    The first two may be the same step, and the third may not exist yet.
-    """
-
-    segments: tuple[Segment, ...]  # when the first step began
-    steps: tuple[RecordedStep, ...]
-    room_bytes: int = 0  # the most that torch could use next to other processes; 0 = unknown
+Segment = tuple[Block, ...]  # memory that the allocator has taken from the driver: its blocks from end to end
 
 
 class MemoryLine(NamedTuple):
@@ -75,22 +55,25 @@ class MemoryLine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMemory:
-    """The readings of one training step, for the moments that exist in it and that it reached."""
+    """The memory of one training step.
+
+    ``readings`` has these moments in this order, if the step has and reaches them. The first four include the batch
+    and, with a Trainer, the first three include the old gradients.
+
+    - ``begin``
+    - ``after_forward``, only with automatic optimization
+    - ``before_backward``, the first one
+    - ``after_backward``
+    - ``end``, after the optimizer
+    """
 
     step: int  # by the step clock, starting at 1
-    batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch
-    begin: MemoryReading | None = None  # includes the batch and, with a Trainer, the old gradients
-    after_forward: MemoryReading | None = None  # includes the same; only with automatic optimization
-    before_backward: MemoryReading | None = None  # before the first backward
-    after_backward: MemoryReading | None = None
-    end: MemoryReading | None = None  # after the optimizer
+    batch_shape: tuple[int, ...] = ()  # of the first tensor of the batch; empty if unknown
+    readings: Mapping[str, MemoryReading] = field(default_factory=dict)
     added_bytes: int = 0  # by its own allocations at their peak, or by those of the last step that was recorded
-
-    @property
-    def readings(self) -> list[MemoryReading]:
-        """The existing readings, in order."""
-        moments = (self.begin, self.after_forward, self.before_backward, self.after_backward, self.end)
-        return [reading for reading in moments if reading is not None]
+    # For a replay, not sent to other ranks:
+    segments: tuple[Segment, ...] = ()  # when the step began, if it is the first one recorded
+    events: tuple[Block, ...] = ()  # its allocations and releases, without stacks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,13 +106,19 @@ class RankMemory:
     """The GPU memory of one rank over a run."""
 
     latest: MemoryReading
+    gpu: tuple[int, int, str] = (0, 0, "")  # on which it trains: node, index and UUID
+    samples: tuple[GpuSample, ...] = ()  # of the GPUs of its node, if this rank polls the driver
+    own_pids: tuple[int, ...] | None = None  # the driver's PIDs of this job on its node, as far as known
     kept_bytes: int = 0  # in tensors when the last step began, if memory ran out in it; else 0
     before_training: MemoryReading | None = None
     earlier_bytes: int = 0  # in tensors that existed before training and are not the model's or the optimizer's
     holdings: MemoryHoldings | None = None  # None before the optimizer's first step
     first_step: StepMemory | None = None  # with the optimizer's first step
     last_step: StepMemory | None = None  # the last step read to its end
-    recorded: RecordedSteps | None = None  # not sent to other ranks
+    # For a replay: the first step, the optimizer's first, and the first with its states and old gradients. The first
+    # two may be the same step, and the third may not exist yet. Empty if unknown.
+    recorded: tuple[StepMemory, ...] = ()
+    room_bytes: int = 0  # the most that torch could use next to other processes; 0 = unknown
     # The ten lines with the most memory: at the peak of the last recorded step, and left by earlier recorded steps.
     peak_lines: tuple[MemoryLine, ...] = ()
     kept_lines: tuple[MemoryLine, ...] = ()

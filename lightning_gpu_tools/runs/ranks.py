@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from lightning_gpu_tools.advice.memory_account import MemoryAccount, account_for
-from lightning_gpu_tools.gpus.metrics import GpuSample, GpuSummary
+from lightning_gpu_tools.advice.memory_account import MemoryAccount, accounts
+from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.runs.rank_entries import Received, received
@@ -22,28 +20,6 @@ from lightning_gpu_tools.training.safe_reader import SafeReader
 from lightning_gpu_tools.units import number_ranges
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryShare:
-    """One rank's facts about GPU memory."""
-
-    gpu: tuple[int, int, str]  # on which it trains: node, index and UUID
-    memory: RankMemory  # its own counts there
-    samples: tuple[GpuSample, ...] = ()  # of the GPUs of its node, if this rank polls the driver
-    own_pids: tuple[int, ...] | None = None  # the driver's PIDs of this job on its node, as far as known
-
-
-def accounts(shares: Sequence[MemoryShare]) -> tuple[MemoryAccount, ...]:
-    """Return the use of each GPU's memory."""
-    drivers = {(share.gpu[0], sample.uuid): (sample, share.own_pids) for share in shares for sample in share.samples}
-    ranks: defaultdict[tuple[int, int, str], list[RankMemory]] = defaultdict(list)
-    for share in shares:
-        ranks[share.gpu].append(share.memory)
-    return tuple(
-        account_for(gpu, memories, *drivers.get((gpu[0], gpu[2]), (None, None)))
-        for gpu, memories in sorted(ranks.items(), key=lambda item: item[0])
-    )
 
 
 _MAX_TROUBLES = 8  # of other nodes at a time: these fit on a screen
@@ -105,14 +81,14 @@ class Ranks:
         found: _T | None = self._reader.read(what, partial(msgspec.convert, facts, kind), None)
         return found
 
-    def memory_accounts(self, own: MemoryShare | None, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:
+    def memory_accounts(self, own: RankMemory | None, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:
         """Return the use of each GPU's memory by all ranks, or, faster, by this rank only."""
-        shares = [] if own is None else [own]
+        ranks = [] if own is None else [own]
         if all_ranks:
             others = (entry for entry in self.exchange.entries() if entry["rank"] != self._place.rank)
             received = (entry["memory"] for entry in others if entry.get("memory"))
-            shares += not_none(self._read("the memory of another rank", MemoryShare, share) for share in received)
-        return accounts(shares)
+            ranks += not_none(self._read("the memory of another rank", RankMemory, memory) for memory in received)
+        return accounts(ranks)
 
     def are_missing(self, measured: RunMeasurements) -> bool:
         """Return whether it is too early to judge, because rank 0 lacks the speed of other ranks."""

@@ -19,7 +19,6 @@ from lightning_gpu_tools.gpus.readings import GpuReading, weighted_mean
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.memory.readings import RankMemory
-from lightning_gpu_tools.runs.ranks import MemoryShare
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.selection.visibility import shown_uuid
 from lightning_gpu_tools.training import compat
@@ -115,20 +114,19 @@ class RunGpus:
             return None
         return self._read("the GPU's properties", lambda: torch.cuda.get_device_capability(device), None)
 
-    def memory_share(self, memory: RankMemory | None) -> MemoryShare | None:
-        """Return this rank's facts about GPU memory, given its own counts there."""
-        return self._read("the use of the GPU's memory", lambda: self._memory_share(memory), None)
+    def with_driver(self, memory: RankMemory) -> RankMemory | None:
+        """Return this rank's own counts with its GPU, and with the driver's samples if it has them."""
+        return self._read("the use of the GPU's memory", lambda: self._with_driver(memory), None)
 
-    def _memory_share(self, memory: RankMemory | None) -> MemoryShare | None:
-        if memory is None or self._run.gpu is None:
+    def _with_driver(self, memory: RankMemory) -> RankMemory | None:
+        if self._run.gpu is None:
             return None
         (gpu,) = gpu_readings([self._run.gpu])
-        share = MemoryShare(gpu=(self._run.place.node, gpu.index, str(gpu.uuid)), memory=memory)
+        memory = replace(memory, gpu=(self._run.place.node, gpu.index, str(gpu.uuid)))
         if self.watch is None:
-            return share
-        own_pids = self.watch.own_pids
-        samples = tuple(self.watch.noted_memory())
-        return replace(share, samples=samples, own_pids=None if own_pids is None else tuple(sorted(own_pids)))
+            return memory
+        own_pids = None if self.watch.own_pids is None else tuple(sorted(self.watch.own_pids))
+        return replace(memory, samples=tuple(self.watch.noted_memory()), own_pids=own_pids)
 
     def contexts(self) -> tuple[HeldContext, ...]:
         """Return this process's CUDA contexts, on its own GPU and on others by mistake, without creating one.

@@ -20,8 +20,9 @@ from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import resident_memory_bytes
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape, first_tensor
 from lightning_gpu_tools.memory.history import MemoryHistory
+from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.runs.rank_entries import own_lines, own_step, own_waits
-from lightning_gpu_tools.runs.ranks import MemoryShare, Ranks
+from lightning_gpu_tools.runs.ranks import Ranks
 from lightning_gpu_tools.runs.run import Run, Timer
 from lightning_gpu_tools.runs.run_gpus import RunGpus, mean_utilization
 from lightning_gpu_tools.runs.run_loaders import RunLoaders
@@ -189,16 +190,18 @@ class RunRecorder:
 
         Takes up to a second.
         """
-        recorded, loader = None if self.memory is None else self.memory.recorded, self.loaders.settings
-        if self.memory is None or self.memory.failure is not None:
+        memory, loader = self.memory, self.loaders.settings
+        if memory is None or memory.failure is not None:
             return math.inf
-        if recorded is None or len({one.step for one in recorded.steps}) < 2:
+        steps = memory.recorded
+        if len({step.step for step in steps}) < 2:
             return _SEARCH_EVERY_S
         # Otherwise the first dimension of a batch is not its samples.
-        if loader is not None and loader.batch_size == recorded.steps[-1].batch_shape[0]:
+        if loader is not None and loader.batch_size == steps[-1].batch_shape[0]:
             keeps_gradients = self.run.accumulate_grad_batches > 1
-            found = largest_batch(recorded, recorded.room_bytes, self.batch_bytes or 0, keeps_gradients=keeps_gradients)
-            self.largest_batch_size = found.size
+            self.largest_batch_size = largest_batch(
+                steps, memory.room_bytes, self.batch_bytes or 0, keeps_gradients=keeps_gradients
+            )
         return math.inf
 
     # With other ranks
@@ -213,10 +216,9 @@ class RunRecorder:
             facts["metrics"] = metrics if self.run.place.world_size <= _MAX_LOGGED_RANKS else {}
             summaries = watch.summaries(at_end=at_end)
             facts["gpus"] = [asdict(replace(gpu, timelines={})) for gpu in summaries]
-        share = self.memory_share()
-        if share is not None:  # without the long part
-            share = replace(share, memory=replace(share.memory, recorded=None))
-            facts["memory"] = asdict(share)
+        memory = self.own_memory()
+        if memory is not None:  # without the long part
+            facts["memory"] = asdict(replace(memory, recorded=()))
         self.ranks.exchange.publish(**facts)
 
     def _own_entry(self) -> dict[str, Any]:
@@ -236,10 +238,10 @@ class RunRecorder:
         self.publish(at_end=True)
         return self.ranks.finish(timeout_s)
 
-    def memory_share(self) -> MemoryShare | None:
+    def own_memory(self) -> RankMemory | None:
         """Return this rank's facts about GPU memory; ``None`` without a GPU, or if nothing could be counted."""
         memory = None if self.memory is None else self.reader.read("the GPU's memory", self.memory.facts, None)
-        return self.gpus.memory_share(memory)
+        return None if memory is None else self.gpus.with_driver(memory)
 
     def contexts(self) -> tuple[HeldContext, ...]:
         """Return the CUDA contexts of all ranks, as far as received."""
@@ -249,7 +251,7 @@ class RunRecorder:
 
     def measurements(self, now: HostReading | None = None) -> RunMeasurements:
         """Return everything measured so far, in the training thread; ``now`` may come from another thread."""
-        clock, run, memory, read = self._clock, self.run, self.memory, self.reader.read
+        clock, run, read = self._clock, self.run, self.reader.read
         now = now or self.cores.read()
         waits = clock.validation_waits
         phase_s = clock.so_far()
@@ -288,7 +290,7 @@ class RunRecorder:
             gpu=mean_window(windows) if self._on_gpu else None,
             compute_capability=self.gpus.compute_capability(),
             gpu_idle=read("the GPU's idle time", clock.gpu_idle, None),
-            memory=None if memory is None else read("the GPU's memory", memory.facts, None),
+            memory=self.own_memory(),
             watched=clock.watched_steps(),
             replays_per_step=clock.replays / max(1, clock.steps),
             recompiled=read("the compilations of torch.compile", self.compilations.facts, None),

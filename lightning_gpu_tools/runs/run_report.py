@@ -33,7 +33,6 @@ from lightning_gpu_tools.reports.report_file import WRITE_EVERY_S, ReportFile, r
 from lightning_gpu_tools.reports.text import in_color, render_text
 from lightning_gpu_tools.runs import drawing
 from lightning_gpu_tools.runs.notify import notify
-from lightning_gpu_tools.runs.ranks import MemoryShare
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.runs.session import Session
@@ -53,7 +52,6 @@ class Snapshot(NamedTuple):
 
     measured: RunMeasurements
     settings: Mapping[str, Any]
-    memory: MemoryShare | None
     unseen: tuple[str, ...]
     steps: int
 
@@ -63,7 +61,7 @@ def take_snapshot(session: Session, host: HostReading | None = None) -> Snapshot
     recorder = session.begin()
     measured = recorder.measurements(host)
     settings = _settings(recorder, measured.host.cores)
-    return Snapshot(measured, settings, recorder.memory_share(), tuple(session.unseen), session.clock.steps)
+    return Snapshot(measured, settings, tuple(session.unseen), session.clock.steps)
 
 
 def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -> Report:
@@ -72,7 +70,7 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
     During the run, the report lacks its slow parts: the GPUs of this node, and the overhead of measuring.
     """
     ended = outcome != RUNNING
-    measured, settings, memory, unseen, steps = snapshot or take_snapshot(session)
+    measured, settings, unseen, steps = snapshot or take_snapshot(session)
     diagnosis = session.diagnosis(measured)
     assert diagnosis is not None
     assert session.recorder is not None
@@ -114,7 +112,7 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         if idle is None
         else {phase: s for phase, s in idle.work_s.items() if base_phase(phase) == TRAINING_STEP},
         ranks=measured.ranks,
-        memory=ranks.memory_accounts(memory, all_ranks=ended),
+        memory=ranks.memory_accounts(measured.memory, all_ranks=ended),
         allocator_failures=ending.allocator_failures,
         stalls=() if stall_watch is None else stall_watch.stalls,
         failure=None if ending.failure is None else str(ending.failure),

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.advice.batch_size import NOT_RECORDED, bound_by_failure, largest_batch, split
-from lightning_gpu_tools.memory.readings import Block, RecordedStep, RecordedSteps, Segment
+from lightning_gpu_tools.advice.batch_size import bound_by_failure, largest_batch, split
+from lightning_gpu_tools.memory.readings import Block, StepMemory
 
 GIB, MIB = 2**30, 2**20
 WEIGHT, STATE, GRADIENT = 1, 2, 3
 OUTPUT, TEMPORARY = 10, 11
 
 
-def recorded(batch_size: int = 8, sample_mib: int = 4, weights: int = 100 * MIB) -> RecordedSteps:
+def recorded(batch_size: int = 8, sample_mib: int = 4, weights: int = 100 * MIB) -> list[StepMemory]:
     """Return two steps of a model with a gradient and a state as large as its weights.
 
     Forward keeps an output, and backward needs as much again, once the old gradient is gone.
     """
-    output = batch_size * sample_mib * MIB
+    output, held = batch_size * sample_mib * MIB, ((Block(WEIGHT, weights),),)
 
-    def step(number: int, *, has_old: bool) -> RecordedStep:
+    def step(number: int, *, has_old: bool) -> StepMemory:
         events = [
             Block(OUTPUT, output, grows=True),
             *([Block(GRADIENT, -weights)] if has_old else []),
@@ -32,10 +33,9 @@ def recorded(batch_size: int = 8, sample_mib: int = 4, weights: int = 100 * MIB)
             Block(GRADIENT, weights),
             *([] if has_old else [Block(STATE, weights)]),
         ]
-        return RecordedStep(number, (batch_size, 512), tuple(events))
+        return StepMemory(step=number, batch_shape=(batch_size, 512), segments=held, events=tuple(events))
 
-    held = Segment(False, ((WEIGHT, weights, False),))
-    return RecordedSteps(segments=(held,), steps=(step(1, has_old=False), step(2, has_old=True)))
+    return [step(1, has_old=False), step(2, has_old=True)]
 
 
 def needed(size: int, *, sample_mib: int = 4, weights: int = 100 * MIB, keeps: bool = False) -> int:
@@ -44,8 +44,8 @@ def needed(size: int, *, sample_mib: int = 4, weights: int = 100 * MIB, keeps: b
     return 2 * weights + max(2 * output + (weights if keeps else 0), output + weights)
 
 
-def fitting(run: RecordedSteps, room: int, **options: Any) -> int:
-    size = largest_batch(run, room, **options).size
+def fitting(steps: list[StepMemory], room: int, **options: Any) -> int:
+    size = largest_batch(steps, room, **options)
     assert size is not None
     return size
 
@@ -75,22 +75,17 @@ def test_a_batch_takes_room_too() -> None:
 
 
 def test_a_batch_that_leaves_no_trace_has_no_limit() -> None:
-    step = RecordedStep(1, (8, 512), (Block(GRADIENT, MIB),))
-    found = largest_batch(RecordedSteps(segments=(), steps=(step,)), GIB)
-    assert (found.size, found.why_not) == (None, NOT_RECORDED)
-    tiny = RecordedStep(1, (8, 512), (Block(OUTPUT, 1, grows=True), Block(OUTPUT, -1)))
-    found = largest_batch(RecordedSteps(segments=(), steps=(tiny,)), 2**50)
-    assert (found.size, found.why_not) == (None, "Memory does not limit the batch.")
+    step = StepMemory(step=1, batch_shape=(8, 512), events=(Block(GRADIENT, MIB),))
+    assert largest_batch([step], GIB) is None
+    tiny = replace(step, events=(Block(OUTPUT, 1, grows=True), Block(OUTPUT, -1)))
+    assert largest_batch([tiny], 2**50) is None
 
 
 @given(st.integers(1, 512), st.integers(1, 20 * GIB), st.integers(0, 4 * GIB), st.integers(1, 24 * GIB))
 def test_a_step_that_failed_is_a_bound(batch_size: int, taken: int, fixed: int, room: int) -> None:
     bound = bound_by_failure(batch_size, taken, fixed, room)
-    assert bound.is_bound
-    assert bound.size is not None
-    assert 0 <= bound.size < batch_size
-    assert bound.size * taken <= batch_size * max(0, room - fixed)
-    assert bound_by_failure(batch_size, 0, fixed, room).size is None
+    assert 0 <= bound < batch_size
+    assert bound * taken <= batch_size * max(0, room - fixed)
 
 
 @given(st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 64))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, account_for
+from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, accounts
 from lightning_gpu_tools.gpus.metrics import GpuSample
 from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.memory.readings import MemoryHoldings, MemoryReading, RankMemory, StepMemory
@@ -29,17 +29,20 @@ def reading(allocated: float, *, peak: float = 0.0, reserved: float = 24.0, in_p
 # 3 GiB of parameters and as much of gradients, 6 of Adam's states, 1 of a metric, and a peak of 20 in backward.
 RANK = RankMemory(
     latest=reading(13, peak=20),
+    gpu=(0, 0, "GPU-0"),
     before_training=reading(3),
     holdings=MemoryHoldings(
         parameters_bytes=3 * GIB, gradients_bytes=3 * GIB, gradients_kept_bytes=3 * GIB, optimizer_bytes=6 * GIB
     ),
     last_step=StepMemory(
         step=9,
-        begin=reading(13, peak=20),
-        after_forward=reading(18, peak=20),
-        before_backward=reading(15, peak=20, in_pieces=1.5),
-        after_backward=reading(13, peak=20),
-        end=reading(13, peak=20),
+        readings={
+            "begin": reading(13, peak=20),
+            "after_forward": reading(18, peak=20),
+            "before_backward": reading(15, peak=20, in_pieces=1.5),
+            "after_backward": reading(13, peak=20),
+            "end": reading(13, peak=20),
+        },
     ),
     peaks_bytes={"before_training": 3 * GIB, "forward": 18 * GIB, "backward": 20 * GIB},
 )
@@ -56,7 +59,10 @@ DRIVER = GpuSample(
 
 
 def account_of(ranks: list[RankMemory], own_pids: set[int] | None = {1}, **driver: Any) -> MemoryAccount:  # noqa: B006
-    return account_for((0, 0, "GPU-0"), ranks, replace(DRIVER, **driver), own_pids)
+    first, *others = ranks
+    pids = None if own_pids is None else tuple(own_pids)
+    (account,) = accounts([replace(first, samples=(replace(DRIVER, **driver),), own_pids=pids), *others])
+    return account
 
 
 def in_gib(account: MemoryAccount) -> dict[str, float]:
@@ -96,17 +102,18 @@ def test_memory_without_a_known_owner_stays_unexplained(driver: dict[str, Any], 
 
 
 def test_pieces_between_tensors_are_told_from_whole_segments() -> None:
-    step = replace(RANK.last_step, after_forward=reading(18, in_pieces=1.5))  # type: ignore[type-var]
-    parts = in_gib(account_of([replace(RANK, last_step=step)]))
+    assert RANK.last_step is not None
+    readings = {**RANK.last_step.readings, "after_forward": reading(18, in_pieces=1.5)}
+    parts = in_gib(account_of([replace(RANK, last_step=replace(RANK.last_step, readings=readings))]))
     assert (parts["cache_fragmented"], parts["cache_reusable"]) == (1.5, 2.5)
 
 
 def held(now: float, peak: float, *, before: float = 0.0) -> int:
     """Return the peak in GiB of what torch held in a training, by two steps, of which the first held 20 GiB."""
     latest = replace(reading(4, reserved=now), peak_reserved_bytes=int(peak * GIB))
-    first = StepMemory(step=1, begin=reading(4, reserved=20), end=reading(4, reserved=20))
-    last = StepMemory(step=2, begin=latest)
-    rank = RankMemory(latest=latest, before_training=reading(0, reserved=before), first_step=first, last_step=last)
+    first = StepMemory(step=1, readings=dict.fromkeys(("begin", "end"), reading(4, reserved=20)))
+    last = StepMemory(step=2, readings={"begin": latest})
+    rank = replace(RANK, latest=latest, before_training=reading(0, reserved=before), first_step=first, last_step=last)
     return (account_of([rank]).peak_reserved_bytes or 0) // GIB
 
 
@@ -129,11 +136,12 @@ sizes = st.integers(0, 2**40)
 readings = st.builds(MemoryReading, **dict.fromkeys(MemoryReading.__dataclass_fields__, sizes))
 holdings = st.builds(MemoryHoldings, **dict.fromkeys(MemoryHoldings.__dataclass_fields__, sizes))
 moments = ("begin", "after_forward", "before_backward", "after_backward", "end")
-steps = st.builds(StepMemory, step=st.just(1), **{name: st.none() | readings for name in moments})
+steps = st.builds(StepMemory, step=st.just(1), readings=st.dictionaries(st.sampled_from(moments), readings))
 phases = st.sampled_from(["before_training", "forward", "backward", "validation"])
 ranks = st.builds(
     RankMemory,
     latest=readings,
+    gpu=st.just((0, 0, "GPU-0")),
     holdings=st.none() | holdings,
     earlier_bytes=sizes,
     last_step=st.none() | steps,
@@ -157,7 +165,8 @@ pids = st.none() | st.sets(st.integers(1, 5), max_size=3)
 def test_the_parts_add_up_and_none_is_negative(
     driver: GpuSample, own_pids: set[int] | None, ranks: list[RankMemory]
 ) -> None:
-    account = account_for((0, 0, "GPU-0"), ranks, driver, own_pids)
+    own = None if own_pids is None else tuple(own_pids)
+    (account,) = accounts([replace(ranks[0], samples=(driver,), own_pids=own), *ranks[1:]])
     assert all(size > 0 for size in account.parts_bytes.values())
     assert account.parts_bytes.keys() <= PARTS.keys()
     reserved = sum(max(rank.latest.reserved_bytes, rank.latest.allocated_bytes) for rank in ranks)

@@ -20,9 +20,6 @@ from lightning_gpu_tools.memory.readings import (
     Block,
     MemoryGrowth,
     MemoryLine,
-    RecordedStep,
-    RecordedSteps,
-    Segment,
 )
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
@@ -57,9 +54,7 @@ CAPPED = {"allocated": 10 * GIB, "cached": 10 * MIB, "free": 12 * GIB, "allowed"
 def larger_batch(room: float) -> dict[str, Any]:
     """Return a larger batch than usual, in a job that could have this room when its first step ended."""
     memory = counted_steps(64, 8 * GIB, 11 * GIB)
-    assert memory.recorded is not None
-    recorded = dataclasses.replace(memory.recorded, room_bytes=int(room))
-    memory = dataclasses.replace(memory, recorded=recorded)
+    memory = dataclasses.replace(memory, room_bytes=int(room))
     return {"allocated": 12 * GIB, "batch_shape": (64, 700), "usual_items": 64.0 * 512, "memory": memory}
 
 
@@ -159,13 +154,11 @@ def test_a_first_step_that_fitted_is_no_proof() -> None:
     """The first step has neither states of the optimizer nor old gradients."""
     memory = counted_steps(64, 8 * GIB, 18 * GIB)
     assert memory.first_step is not None
-    assert memory.recorded is not None
     # Forward and backward take 15 GiB for these samples, and leave the gradients and the states.
     batch = Block(10, 15 * GIB, grows=True), Block(10, -15 * GIB)
     events = (*batch, Block(11, 2 * GIB), Block(12, 3 * GIB))
-    held = Segment(False, ((1, 2 * GIB, False),))
-    recorded = RecordedSteps(segments=(held,), steps=(RecordedStep(1, (64, 512), events),))
-    memory = dataclasses.replace(memory, last_step=memory.first_step, recorded=recorded)
+    recorded = dataclasses.replace(memory.first_step, segments=((Block(1, 2 * GIB),),), events=events)
+    memory = dataclasses.replace(memory, last_step=memory.first_step, recorded=(recorded,))
     cause, text = said(an_error(memory=memory, begins=FLAT[:2], step=1, **USUAL))
     assert cause == "batch_too_large"
     assert "The first step fit because it had no optimizer states and no old gradients, which take 5.00 GiB." in text

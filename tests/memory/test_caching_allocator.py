@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.memory.caching_allocator import CachingAllocator, block_size
-from lightning_gpu_tools.memory.readings import Segment
+from lightning_gpu_tools.memory.readings import Block
 
 MIB = 2**20
 sizes = st.one_of(st.integers(1, 2048), st.integers(1, 2 * MIB), st.integers(1, 64 * MIB))
@@ -33,7 +33,7 @@ def test_memory_is_counted_and_all_of_it_comes_back(wanted: list[tuple[int, int]
 
 
 def test_segments_that_were_there_are_used_first() -> None:
-    allocator = CachingAllocator(100 * MIB, [Segment(False, ((7, 10 * MIB, False), (8, 30 * MIB, True)))])
+    allocator = CachingAllocator(100 * MIB, [(Block(7, 10 * MIB), Block(8, 30 * MIB, is_free=True))])
     assert 7 in allocator
     assert 8 not in allocator
     assert allocator.allocate("a", 29 * MIB)

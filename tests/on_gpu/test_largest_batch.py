@@ -81,7 +81,7 @@ def test_a_record_of_the_programs_is_its_own(tmp_path: Path) -> None:
     record(max_entries=10_000)
     try:
         memory, largest = train(tmp_path, 8)
-        assert (memory.recorded, largest) == (None, None)
+        assert (memory.recorded, largest) == ((), None)
         assert is_recording()
         assert torch.cuda.memory._snapshot()["device_traces"][0]
     finally:
@@ -97,8 +97,8 @@ def test_a_loop_of_ones_own_is_recorded_too(tmp_path: Path) -> None:
             model.training_step(batch.cuda(), 0).backward()
             optimizer.step()
         memory = run._training.session.recorder.memory.facts()
-    assert [one.step for one in memory.recorded.steps] == [1, 2]
-    for step in memory.recorded.steps:
+    assert [one.step for one in memory.recorded] == [1, 2]
+    for step in memory.recorded:
         assert sum(event.size for event in step.events if event.grows) >= DEPTH * 32 * WIDTH * 4
     assert not is_recording()
 

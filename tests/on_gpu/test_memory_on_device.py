@@ -141,13 +141,13 @@ def test_the_moments_of_a_step_show_its_parts(tmp_path: Path, accumulate: int) -
     facts = fit(tmp_path, Network, batches(8), accumulate_grad_batches=accumulate)
     first, last = facts.first_step, facts.last_step
     assert (first.step, last.step, last.batch_shape) == (accumulate, 8, (BATCH, WIDTH))
-    s, f, z, b, e = (one.allocated_bytes for one in last.readings)
+    s, f, z, b, e = (one.allocated_bytes for one in last.readings.values())
     # Every second batch has the gradients of the one before, which are not zeroed.
     assert f - z == pytest.approx(PARAMETERS if accumulate == 1 else 0, abs=8 * 512)
     assert f - s == pytest.approx(2 * HIDDEN, rel=0.05)
     assert b == pytest.approx(s, rel=0.02)
     assert e == pytest.approx(b, abs=4096)
-    _, _, _, b, e = (one.allocated_bytes for one in first.readings)
+    _, _, _, b, e = (one.allocated_bytes for one in first.readings.values())
     assert e - b == pytest.approx(2 * PARAMETERS, rel=0.02)
     assert max(facts.peaks_bytes, key=facts.peaks_bytes.__getitem__) in ("forward", "backward", "optimizer")
     assert facts.holdings.gradients_kept_bytes == facts.holdings.gradients_bytes == PARAMETERS

@@ -10,23 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from lightning_gpu_tools.advice.batch_size import bound_by_failure, largest_batch, split
 from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause
 from lightning_gpu_tools.advice.examples import FLAT, GIB, STEPS_OF_64, counted_steps, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.memory_remedies import (
-    in_validation,
-    largest_lines,
-    largest_that_fits,
-    levers,
-    more_room,
-    samples,
-    smaller_batch,
-)
+from lightning_gpu_tools.advice.lines import holding
+from lightning_gpu_tools.advice.memory_remedies import in_validation, levers, more_room
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, OutOfMemory
 from lightning_gpu_tools.training.phases import TRAINING_STEP, VALIDATION, base_phase
-from lightning_gpu_tools.training.run_measurements import COPY
+from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
+_PART_OF_BOUND = 0.5  # our default: what to try of an upper bound, because the rest of the failed step is unknown
 _NEARLY = 1.1  # our default: if a step needs up to 10% more than any other, many steps barely fit
 
 
@@ -34,7 +29,7 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     run, oom = facts
     if base_phase(oom.phase) not in (TRAINING_STEP, VALIDATION, COPY):
         return
-    size, begin = samples(run, oom), None if oom.begin_bytes is None else oom.begin_bytes - oom.batch_bytes
+    size, begin = _samples(run, oom), None if oom.begin_bytes is None else oom.begin_bytes - oom.batch_bytes
     if size is None and not in_validation(oom) and run.loader is not None:
         size = run.loader.batch_size
     taken = None if oom.allocated_bytes is None or begin is None else oom.wanted_bytes - begin
@@ -48,20 +43,83 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     if oom.has_completed_steps and not oom.has_completed_full_steps and oom.model.optimizer_bytes:
         later = format_bytes(oom.model.optimizer_bytes + oom.model.gradients_bytes)
         why += f" The first step fit because it had no optimizer states and no old gradients, which take {later}."
-    if lines := largest_lines(oom):
+    if lines := _largest_lines(oom):
         why += f" Most of it is allocated at {lines}."
-    fits = largest_that_fits(run, oom)
+    # Judge the largest batch by a replay of recorded steps, or else by the failed one, which is an upper bound.
+    why_unknown, by_record, fits = "", None, None
+    if oom.room_bytes is None:
+        why_unknown = "The error does not include the size of the memory."
+    elif oom.batch_shape and _samples(run, oom) is None:
+        why_unknown = "The first dimension of the first tensor of a batch is not its samples."
+    else:
+        by_record = _largest_by_record(run, oom, oom.room_bytes)
+        fits = by_record
+        if by_record is None and oom.batch_shape and begin is not None and taken is not None and taken > 0:
+            # The first step of the optimizer will take memory as well.
+            fixed = begin if in_validation(oom) else max(begin, oom.model.total_bytes)
+            fits = bound_by_failure(oom.batch_shape[0], taken, fixed, oom.room_bytes)
+        if fits is None:
+            why_unknown = "No step was recorded in which the batch determined the memory."
     yield new_finding(
         "batch_too_large",
         why,
-        [smaller_batch(run, oom, size, fits), levers(run, oom), more_room(oom)],
+        [
+            _smaller_batch(run, oom, size, fits, is_bound=by_record is None),
+            why_unknown,
+            levers(run, oom),
+            more_room(oom),
+        ],
         {
             "batch_size": size,
             "batch_bytes": taken,
-            "largest_batch_size": fits.size,
-            "why_no_largest_batch_size": fits.why_not or None,
+            "largest_batch_size": fits,
+            "why_no_largest_batch_size": why_unknown or None,
         },
     )
+
+
+def _samples(run: RunMeasurements, oom: OutOfMemory) -> int | None:
+    """Return the number of samples in the batch; ``None`` if they are not the first dimension of its first tensor."""
+    size = oom.batch_shape[0] if oom.batch_shape else None
+    known = None if run.loader is None or in_validation(oom) else run.loader.batch_size
+    return None if size is None or (known is not None and size > known) else size
+
+
+def _largest_by_record(run: RunMeasurements, oom: OutOfMemory, room_bytes: int) -> int | None:
+    if oom.memory is None or not oom.memory.recorded or in_validation(oom):
+        return None
+    # The advice is more batches with the same effective size, so gradients stay.
+    size = largest_batch(oom.memory.recorded, room_bytes, run.batch_bytes or 0, keeps_gradients=True)
+    return size if size is None or not oom.batch_shape else min(size, oom.batch_shape[0] - 1)
+
+
+def _smaller_batch(
+    run: RunMeasurements, oom: OutOfMemory, size: int | None, fits: int | None, *, is_bound: bool
+) -> str:
+    """Return advice on the batch size to set, if ``fits`` samples fit, or at most as many."""
+    where = " of the validation loader" if in_validation(oom) else ""
+    if size is None or fits is None:
+        return f"Lower the batch size{where}{f' (now {size})' if size else ''}."
+    if fits < 1:
+        return "Based on measured memory, not even a batch of 1 fits."
+    known = f"About {fits} fit" if is_bound else f"{fits} fit, based on measured memory"
+    goal = math.ceil(_PART_OF_BOUND * fits) if is_bound else fits
+    more = ", or fewer: the failed step did not finish" if is_bound else ""
+    if in_validation(oom) or run.stage != "fit":
+        return f"Set batch_size={goal}{where} (now {size}). {known}{more}."
+    smaller, accumulate = split(size, goal, run.accumulate_grad_batches)
+    if run.has_trainer:
+        keep = f"accumulate_grad_batches={accumulate} (now {run.accumulate_grad_batches})"
+    else:
+        keep = f"call optimizer.step() after every {accumulate} batches, with the loss divided by {accumulate},"
+    return f"Set batch_size={smaller} (now {size}), and {keep} to keep the effective batch size. {known}{more}."
+
+
+def _largest_lines(oom: OutOfMemory) -> str | None:
+    """Return the program's lines that allocate most of a step; ``None`` if they are unknown."""
+    if oom.memory is not None and oom.memory.peak_lines and not in_validation(oom):
+        return holding(oom.memory.peak_lines)
+    return holding(oom.lines)
 
 
 def has_fitted(oom: OutOfMemory) -> bool:

@@ -47,7 +47,7 @@ def others_are_the_cause(oom: OutOfMemory) -> bool:
     if oom.has_completed_full_steps and oom.memory is not None:
         # It would fit in what torch has held, or in the room that it had before others came.
         held = (oom.reading or oom.memory.latest).peak_reserved_bytes
-        had = 0 if oom.memory.recorded is None else oom.memory.recorded.room_bytes
+        had = oom.memory.room_bytes
         have_come = min(size, had - room) >= MIN_SHARE * total
         return room + missing <= (max(held, had) if have_come else held)
     return size >= MIN_SHARE * total and needed_bytes(oom) <= total
