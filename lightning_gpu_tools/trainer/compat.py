@@ -12,6 +12,7 @@ from lightning_gpu_tools.trainer.families import Trainer
 
 # Around forward, backward and optimizer. Lost: time between them counts as the Trainer's own work.
 RUN_STEP = "run_training_batch"
+SAVE_CHECKPOINT = "save_checkpoint"  # Lost: checkpoints outside of checkpoint callbacks
 
 
 def batch_of_step(args: Sequence[Any]) -> Any:
@@ -22,26 +23,23 @@ def batch_of_step(args: Sequence[Any]) -> Any:
     return args[-1].get("batch") if args and isinstance(args[-1], dict) else args[0] if args else None
 
 
-# Of validation, in a fit: creates the iterator; called before and after the fetch of a batch. Lost: what it waits for.
+# Of validation, in a fit: creates the iterator. Lost: what validation waits for.
 VALIDATION_RESET = "fit_loop.epoch_loop.val_loop.reset"
-BEFORE_VALIDATION_FETCH = "fit_loop.epoch_loop.val_loop._on_before_fetch"
-AFTER_VALIDATION_FETCH = "fit_loop.epoch_loop.val_loop._on_after_fetch"
 
-# Called before and after the fetch of a batch. Lost: waits and steps.
-BEFORE_FETCH = "fit_loop.epoch_loop._on_before_fetch"
-AFTER_FETCH = "fit_loop.epoch_loop._on_after_fetch"
+
+def fetch_of(loop: Any, stage: str) -> str:
+    """Return the profiler's name for the fetch of a batch by a loop. Lost: waits and steps."""
+    return f"[{type(loop).__name__}].{stage}_next"
+
 
 # Since Lightning 2.5.2, a step with several ranks first checks whether any rank got a signal to stop. Lost: the same.
 SIGNAL_CHECK = "_broadcast_sigterm_tensor"
 # Where the metrics of ``self.log`` are collected. Lost: the same.
 METRICS = ("_logger_connector.on_batch_end", "_logger_connector.on_epoch_end", "_logger_connector.log_metrics")
 
-# In validate, test and predict: called before the first batch, for each batch, and around the fetch of a batch.
-# Lost: the report; time between the parts of a step counts as unexplained; waits and steps.
-_EVALUATED = {"start": "_on_evaluation_epoch_start", "step": "_evaluation_step"}
-_PREDICTED = {"start": "_on_predict_epoch_start", "step": "_predict_step"}
+# In validate, test and predict: called before the first batch. Lost: the report.
+_EVALUATED, _PREDICTED = "_on_evaluation_epoch_start", "_on_predict_epoch_start"
 EVALUATION = {"validate": _EVALUATED, "test": _EVALUATED, "predict": _PREDICTED}
-BEFORE_EVALUATION_FETCH, AFTER_EVALUATION_FETCH = "_data_fetcher._start_profiler", "_data_fetcher._stop_profiler"
 
 # In the module ``trainer.call``: the last functions called in a run that failed, and in any other run. Lost: a report
 # if this package's callbacks are not called at the end, because they were removed or another callback raised.

@@ -7,7 +7,7 @@ generator for each. Here each call is a table lookup, so timing does not slow tr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -123,9 +123,7 @@ class FitTimer(Timer):
 
     def _time_from(self, first: str, *, to: str) -> None:
         """Time the run from one of the Trainer's functions to another one."""
-        self._wrap(first, self._timed_in_run)
         self._wrap(first, partial(before, partial(self._safely, self._start)))
-        self._wrap(to, self._timed_in_run)
         self._wrap(to, partial(after, partial(self._safely, self._end)))
 
     def _safely(self, action: Callable[[], None]) -> None:
@@ -166,6 +164,7 @@ class FitTimer(Timer):
         self._time_loggers()
         self._time_actions()
         self.clock.start()
+        self.clock.switch(self.clock.account(phases.TRAINER))
 
     def _time_loop(self) -> None:
         """Time what happens in an epoch."""
@@ -173,10 +172,6 @@ class FitTimer(Timer):
         self._time("fit_loop.on_advance_start", phases.EPOCH_START)
         self._time("fit_loop.epoch_loop.on_run_start", phases.EPOCH_START)
         self._wrap("fit_loop.epoch_loop.on_run_start", partial(before, clock.begin_epoch))
-        self._wrap(compat.BEFORE_FETCH, partial(before, clock.begin_fetch))
-        self._wrap(compat.AFTER_FETCH, partial(after, clock.end_fetch))
-        self._time("fit_loop.advance", phases.TRAINER)
-        self._time("fit_loop.on_advance_end", phases.TRAINER)
         if trainer.world_size > 1:
             if hasattr(trainer.fit_loop.epoch_loop, compat.SIGNAL_CHECK):
                 self._time(f"fit_loop.epoch_loop.{compat.SIGNAL_CHECK}", f"{phases.RANK_WAIT}/signal check")
@@ -190,11 +185,11 @@ class FitTimer(Timer):
         waits = clock.validation_waits
         self._wrap(compat.VALIDATION_RESET, partial(before, waits.begin))
         self._wrap(compat.VALIDATION_RESET, partial(after, waits.created))
-        self._wrap(compat.BEFORE_VALIDATION_FETCH, partial(before, waits.begin))
-        self._wrap(compat.AFTER_VALIDATION_FETCH, partial(after, waits.fetched))
-        self._time("save_checkpoint", phases.CHECKPOINT)
-        self._wrap("save_checkpoint", partial(before, clock.count_checkpoint))
-        self._time("strategy.remove_checkpoint", phases.CHECKPOINT)
+        epoch_loop = trainer.fit_loop.epoch_loop
+        fetch = compat.fetch_of(epoch_loop, "train_dataloader")
+        validation_fetch = compat.fetch_of(getattr(epoch_loop, "val_loop", None), "val")
+        self._notice("start", {fetch: clock.begin_fetch, validation_fetch: waits.begin})
+        self._notice("stop", {fetch: clock.end_fetch, validation_fetch: waits.fetched})
 
     def _time_step(self) -> None:
         clock, model = self.clock, self._trainer.lightning_module
@@ -249,15 +244,18 @@ class FitTimer(Timer):
     def _time(self, method: str, phase: str, except_in: str = "") -> None:
         self._wrap(method, partial(self.clock.timed, phase, except_in=except_in))
 
-    def _timed_in_run(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        # Not in a trial.
-        booked = self.clock.booked(phases.TRAINER)
+    def _notice(self, method: str, actions: Mapping[str, Callable[[], None]]) -> None:
+        """Act when the profiler's method is called with the name of an action."""
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with booked if self.clock.running else nullcontext():
-                return function(*args, **kwargs)
+        def noticing(function: Callable[..., Any]) -> Callable[..., Any]:
+            def noticed(action_name: str) -> None:
+                if action_name in actions:
+                    actions[action_name]()
+                function(action_name)
 
-        return timed
+            return noticed
+
+        self._wrap(f"profiler.{method}", noticing)
 
     def _time_loggers(self) -> None:
         for method in compat.METRICS:
@@ -277,6 +275,8 @@ class FitTimer(Timer):
 
     def _context(self, action: str) -> _Context:
         context, gpu = action_context(action, self._trainer, self.clock, self.names), self.rank_waits.gpu
+        if action == compat.SAVE_CHECKPOINT:
+            return _Marked(self.clock.begin_checkpoint, context, self.clock.cut_at_edge)
         if gpu is None or isinstance(context, _Untimed) or action.rpartition(".")[2] not in self.names.batch_hooks:
             return context
         return _Marked(gpu.enter_hook, context)
@@ -290,18 +290,17 @@ class EvaluationTimer(FitTimer):
 
     @override
     def _time_run(self) -> None:
-        self._loop = f"{self._run.stage}_loop"
-        self._private = compat.EVALUATION[self._run.stage]
-        self._name = "validation" if self._run.stage == "validate" else self._run.stage
+        stage = self._run.stage
+        self._name = "validation" if stage == "validate" else stage
         self.names = _of_evaluation(self._name)
-        self._time_from(f"{self._loop}.{self._private['start']}", to=f"{self._loop}.on_run_end")
+        self._time_from(f"{stage}_loop.{compat.EVALUATION[stage]}", to=f"{stage}_loop.on_run_end")
 
     @override
     def _time_loop(self) -> None:
-        clock, step = self.clock, f"strategy.{self._name}_step"
-        self._wrap(f"{self._loop}.{compat.BEFORE_EVALUATION_FETCH}", partial(before, clock.begin_fetch))
-        self._wrap(f"{self._loop}.{compat.AFTER_EVALUATION_FETCH}", partial(after, clock.end_fetch))
-        self._time(f"{self._loop}.{self._private['step']}", phases.TRAINER)
+        clock, stage, step = self.clock, self._run.stage, f"strategy.{self._name}_step"
+        fetch = compat.fetch_of(getattr(self._trainer, f"{stage}_loop"), "val" if stage == "validate" else stage)
+        self._notice("start", {fetch: clock.begin_fetch})
+        self._notice("stop", {fetch: clock.end_fetch})
         if self._run.gpu is not None:
             self._measure_gpu_steps(self._run.gpu, step, phases.FORWARD)
         self._notice_steps(step)
@@ -350,17 +349,18 @@ def _measured_step(
 
 
 class _Marked(AbstractContextManager[Any]):
-    """A context that calls ``mark`` before it is entered."""
+    """A context around which two functions are called."""
 
-    def __init__(self, mark: Callable[[], None], context: _Context) -> None:
-        self._mark, self._context = mark, context
+    def __init__(self, begin: Callable[[], None], context: _Context, end: Callable[[], None] = lambda: None) -> None:
+        self._begin, self._context, self._end = begin, context, end
 
     def __enter__(self) -> Any:
-        self._mark()
+        self._begin()
         return self._context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)
+        self._end()
 
 
 class _Untimed(str):
@@ -401,6 +401,8 @@ def action_context(action: str, trainer: Trainer, clock: StepClock, names: Names
     """Return the context that books an action such as ``"[Callback]EarlyStopping.on_train_batch_end"``, if any."""
     if action == compat.RUN_STEP:
         return clock.booked(phases.TRAINING_STEP, action)
+    if action == compat.SAVE_CHECKPOINT:
+        return clock.booked(phases.CHECKPOINT, action)
     owner, _, name = action.removeprefix("[").partition("]")
     hook, phase = name.rpartition(".")[2], None
     if owner == "Strategy" and hook == "batch_to_device":

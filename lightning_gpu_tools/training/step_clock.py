@@ -217,8 +217,9 @@ class StepClock(Stopwatch):
     def _leave_out_next_steps(self) -> None:
         self.times.left_out |= {self.steps + 1, self.steps + 2}
 
-    def count_checkpoint(self) -> None:
-        """Count a checkpoint, unless there is another one of the same step."""
+    def begin_checkpoint(self) -> None:
+        """Begin a checkpoint, and count it unless there is another one of the same step."""
+        self.cut_at_edge()
         self.checkpoints += self.steps != self._checkpoint_step
         self._checkpoint_step = self.steps
 

@@ -40,7 +40,7 @@ ITERATOR = "_MultiProcessingDataLoaderIter"
     [
         (patches, "on_run_end", "_FitLoop.on_run_end"),
         (patches, "val_loop", "_TrainingEpochLoop.val_loop"),
-        (patches, "save_checkpoint", "Trainer.save_checkpoint"),
+        (patches, "on_epoch_end", "_LoggerConnector.on_epoch_end"),
         (patches, "profile", "PassThroughProfiler.profile"),
         (compat, "_batches_that_stepped", None),  # the optimizer's step is nearly always the same
         (compat, "_iterator", "the DataLoader's iterator"),
