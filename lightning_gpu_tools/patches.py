@@ -73,6 +73,32 @@ class Patches:
         self._undo.append(functools.partial(stand_in.take_off, function))
         return True
 
+    def add_to(self, entries: list[Any], entry: Any) -> None:
+        """Insert an entry at the beginning of a list of the program."""
+        entries.insert(0, entry)
+
+        def take_out() -> None:
+            with suppress(ValueError):  # someone else has removed it
+                entries.remove(entry)
+
+        self._undo.append(take_out)
+
+    def set_value(self, get: Callable[[], Any], set_to: Callable[[Any], object], value: object) -> None:
+        """Change a setting of the program, to be put back unless someone else has changed it by then."""
+        before = get()
+        set_to(value)
+        ours = get()
+
+        def put_back() -> None:
+            if get() == ours:
+                set_to(before)
+
+        self._undo.append(put_back)
+
+    def at_undo(self, action: Callable[[], None]) -> None:
+        """Call this too, to put back what was changed by a function of torch's own."""
+        self._undo.append(action)
+
     def undo(self) -> None:
         """Put everything back; a second call does nothing."""
         while self._undo:

@@ -79,7 +79,6 @@ class LoopTimer(Timer):
         self._after_step = after_step
         self._thread = threading.get_ident()
         self._patches, self._on_loader = Patches(), Patches()
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._forward, self._backward = clock.account(phases.FORWARD), clock.account(phases.BACKWARD)
         self._optimizer, self._captured = clock.account(phases.OPTIMIZER), clock.account(phases.CAPTURED)
         self._rest, self._after = clock.account(phases.TRAINING_STEP), clock.account(AFTER_OPTIMIZER)
@@ -110,10 +109,11 @@ class LoopTimer(Timer):
     def start(self) -> None:
         """Start the clock, and hook into the loop."""
         clock, put = self._clock, self._patches.put
-        self._hooks = [
-            torch_optimizer.register_optimizer_step_pre_hook(partial(self._safely, self._optimizer_begins)),
-            torch_optimizer.register_optimizer_step_post_hook(partial(self._safely, self._optimizer_ends)),
-        ]
+        for register, act in (
+            (torch_optimizer.register_optimizer_step_pre_hook, self._optimizer_begins),
+            (torch_optimizer.register_optimizer_step_post_hook, self._optimizer_ends),
+        ):
+            self._patches.at_undo(register(partial(self._safely, act)).remove)
         put(torch.utils.data, WORKER_LOOP, self.worker_lines.sampled)
         put(torch.autograd, "backward", self._meeting_backward)
         if self._run.place.world_size > 1:
@@ -139,9 +139,6 @@ class LoopTimer(Timer):
         self._clock.stop()
         self._patches.undo()
         self._on_loader.undo()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def open(self, loop: Loop) -> None:
         """Begin a pass, before its iterator is created."""

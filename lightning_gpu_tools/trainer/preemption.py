@@ -20,6 +20,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.trainer.families import family_of
 from lightning_gpu_tools.training.background import BackgroundJobs
 
@@ -49,7 +50,7 @@ class Preemption:
         self._last: Point | None = None  # the highest point that a rank had reached
         self._running: tuple[str | None, float]
         self._jobs = BackgroundJobs()
-        self._before: dict[int, Any] = {}
+        self._patches = Patches()
         self.running("set-up")
         self._jobs.add("Watching for a request to stop", self._watch)
 
@@ -62,10 +63,10 @@ class Preemption:
             is_lightnings = callable(current) and family_of(type(current)) is not None
             is_free = number in _SIGNALS and current is signal.SIG_DFL  # not a user's own
             if current != self._ask and (number == signal.SIGTERM or is_lightnings or is_free):
-                self._before.setdefault(number, current)
                 if is_lightnings and number != signal.SIGTERM:
                     self.requeue = functools.partial(current, number, None)
-                signal.signal(number, self._ask)
+                get, set_to = functools.partial(signal.getsignal, number), functools.partial(signal.signal, number)
+                self._patches.set_value(get, set_to, self._ask)
 
     def _ask(self, number: int, frame: Any) -> None:
         self._asked = number
@@ -128,7 +129,4 @@ class Preemption:
     def close(self) -> None:
         """Put the signal handlers back."""
         self._jobs.close()
-        for number, handler in self._before.items():
-            if signal.getsignal(number) == self._ask:
-                signal.signal(number, handler)
-        self._before = {}
+        self._patches.undo()

@@ -65,7 +65,7 @@ class _Sampler(BackgroundJobs):
         self._thread_id = 0
         self._counts = LineCounts()
         self._random = random.Random(0)
-        self._switch_s: tuple[float, float] | None = None  # the program's, and ours
+        self._patches = Patches()
 
     def _begin(self, thread_id: int) -> None:
         self._thread_id = thread_id
@@ -83,9 +83,10 @@ class _Sampler(BackgroundJobs):
         try:
             wait_s = self._wait_s()
             if wait_s:
-                self._switch_as_before()
+                self._patches.undo()
                 return wait_s
-            self._switch_quickly()
+            if sys.getswitchinterval() > SWITCH_S:
+                self._patches.set_value(sys.getswitchinterval, sys.setswitchinterval, SWITCH_S)
             with frames_kept():
                 phase, frame = self._look()
                 seen = None if base_phase(phase) == MONITORING else line_of(frame)
@@ -93,27 +94,14 @@ class _Sampler(BackgroundJobs):
             if seen is not None and (seen.is_loading or not self.only_loading):
                 self._counts.add(phase, seen.file, seen.line, seen.function)
         except BaseException:  # in any case, because the interval applies to the whole program
-            self._switch_as_before()
+            self._patches.undo()
             raise
         return MEAN_S * self._random.uniform(0.5, 1.5)
-
-    def _switch_quickly(self) -> None:
-        before_s = sys.getswitchinterval()
-        if self._switch_s is None and before_s > SWITCH_S:
-            sys.setswitchinterval(SWITCH_S)
-            self._switch_s = before_s, sys.getswitchinterval()
-
-    def _switch_as_before(self) -> None:
-        if self._switch_s is not None:
-            before_s, ours_s = self._switch_s
-            self._switch_s = None
-            if sys.getswitchinterval() == ours_s:  # the program has not changed it
-                sys.setswitchinterval(before_s)
 
     @override
     def close(self, timeout_s: float = 10.0) -> None:
         super().close(timeout_s)
-        self._switch_as_before()
+        self._patches.undo()
 
 
 def _is_of_c(frame: FrameType) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.training.cores import ThreadWait
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.phases import (
@@ -70,6 +71,7 @@ class StepClock(Stopwatch):
         self.thread_id = 0  # of the training thread, once it has started
         self._before_fetch_s = 0.0
         self._gpu: GpuTimeline | None = None
+        self._patches = Patches()
         self._started_s = self._stopped_s = 0.0
         self._first_of_epoch = True
         self._fetch_since_s: tuple[float, float, float] | None = None
@@ -93,14 +95,14 @@ class StepClock(Stopwatch):
         self.thread_id = threading.get_ident()
         if self._clock is perf_counter:  # its seconds equal the kernel's
             self._core_wait = ThreadWait()
-        gc.callbacks.append(self._book_collection)
+        self._patches.add_to(gc.callbacks, self._book_collection)
         self._started_s = self.since_s
         self.timeline.start(self._started_s)
 
     def stop(self) -> None:
         """Stop the measurement. Idempotent."""
         if self.running:
-            gc.callbacks.remove(self._book_collection)
+            self._patches.undo()
             self.switch(self.account(UNEXPLAINED))
             self._stopped_s = self.since_s
             self.running = False

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.phases import MONITORING, base_phase
 from lightning_gpu_tools.training.run_measurements import WatchedSteps
@@ -41,7 +42,8 @@ class SyncLines:
         self._steps = 0
         self._operations = 0
         self._lines = LineCounts()
-        self._before: Any = None  # original filters, showwarning, and synchronize; None while not recording
+        self._patches = Patches()
+        self._is_recording = False
         self._thread = 0
         self._operations_before = 0
 
@@ -56,43 +58,41 @@ class SyncLines:
         """Start recording, unless the program already uses the mode."""
         if torch.cuda.get_sync_debug_mode() != _OFF:
             return
-        self._thread = threading.get_ident()
-        self._before = warnings.filters, warnings.showwarning, getattr(torch._C, compat.SYNCHRONIZE, None)
-        warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined] # typed as a sequence
-        warnings.showwarning = self._shown
-        if self._before[2] is not None:
-            setattr(torch._C, compat.SYNCHRONIZE, self._synchronized)
-        torch.cuda.set_sync_debug_mode("warn")
+        self._thread, self._is_recording = threading.get_ident(), True
+        self._patches.add_to(warnings.filters, _FILTER)  # type: ignore[arg-type] # typed as a sequence
+        self._patches.put(warnings, "showwarning", self._noting_syncs)
+        self._patches.put(torch._C, compat.SYNCHRONIZE, self._noting_calls)
+        self._patches.set_value(torch.cuda.get_sync_debug_mode, torch.cuda.set_sync_debug_mode, "warn")
         self._operations_before = self._count()
 
     def stop(self, *, is_whole: bool = True) -> None:
         """Restore everything, and count the step if it ``is_whole``. Idempotent."""
-        if self._before is None:
+        if not self._is_recording:
             return
-        (filters, shown, synchronize), self._before = self._before, None
-        torch.cuda.set_sync_debug_mode("default")
-        if _FILTER in filters:
-            filters.remove(_FILTER)
-        if warnings.showwarning == self._shown:
-            warnings.showwarning = shown
-        if getattr(torch._C, compat.SYNCHRONIZE, None) == self._synchronized:
-            setattr(torch._C, compat.SYNCHRONIZE, synchronize)
+        self._is_recording = False
+        self._patches.undo()
         if is_whole:
             self._operations += self._count() - self._operations_before
             self._steps += 1
 
-    def _shown(self, message: Any, category: Any, *where: Any, **more: Any) -> None:
-        text = str(message)
-        if category is UserWarning and _SYNC in text:
-            self._note(sys._getframe(1))
-        elif self._before is not None and not (category is UserWarning and _FILTER[1].match(text)):
-            self._before[1](message, category, *where, **more)
+    def _noting_syncs(self, show: Callable[..., None]) -> Callable[..., None]:
+        def shown(message: Any, category: Any, *where: Any, **more: Any) -> None:
+            text = str(message)
+            if category is UserWarning and _SYNC in text:
+                self._note(sys._getframe(1))
+            elif not (category is UserWarning and _FILTER[1].match(text)):
+                show(message, category, *where, **more)
 
-    def _synchronized(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return (getattr(torch._C, compat.SYNCHRONIZE) if self._before is None else self._before[2])(*args, **kwargs)
-        finally:
-            self._note(sys._getframe(1))
+        return shown
+
+    def _noting_calls(self, synchronize: Callable[..., Any]) -> Callable[..., Any]:
+        def synchronized(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return synchronize(*args, **kwargs)
+            finally:
+                self._note(sys._getframe(1))
+
+        return synchronized
 
     def _note(self, frame: FrameType | None) -> None:
         phase = self._clock.current.phase
