@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
 from lightning_gpu_tools.arguments import check_percentage
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
+from lightning_gpu_tools.runs.run_report import conclude
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
 
@@ -52,7 +53,7 @@ class Advisor:
             return
         recorder = session.begin()
         measured = recorder.measurements()
-        diagnosis = session.diagnosis(measured)
+        diagnosis = conclude(session, measured)
         if diagnosis is None or diagnosis.verdict == "too_short" or recorder.ranks.are_missing(measured):
             self._next_judgment = later
         elif diagnosis.verdict != "low":

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_gpu_tools import files
+from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.gpus.metrics import GpuSummary
@@ -64,6 +65,26 @@ def take_snapshot(session: Session, host: HostReading | None = None) -> Snapshot
     return Snapshot(measured, settings, tuple(session.unseen), session.clock.steps)
 
 
+def conclude(session: Session, measured: RunMeasurements | None = None) -> Diagnosis | None:
+    """Return the diagnosis of the measurements, with the advisor's thresholds; ``None`` before training."""
+    if session.recorder is None or session.diagnosis is not None:
+        return session.diagnosis
+    measured = measured or session.recorder.measurements()
+    history, finished = session.recorder.history, session.has_finished
+    oom = session.ending.out_of_memory  # still without contexts: those of other ranks may arrive later
+    diagnosis = diagnose(
+        measured,
+        searched=session.loader_result,
+        growth=history.growth() if finished else history.alarms,
+        out_of_memory=None if oom is None else dataclasses.replace(oom, contexts=measured.contexts),
+        failure=session.ending.failure,
+        **session.thresholds,
+    )
+    if finished:
+        session.diagnosis = diagnosis
+    return diagnosis
+
+
 def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -> Report:
     """Return the report of a run: with a snapshot in any thread, without one in the training thread.
 
@@ -71,7 +92,7 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
     """
     ended = outcome != RUNNING
     measured, settings, unseen, steps = snapshot or take_snapshot(session)
-    diagnosis = session.diagnosis(measured)
+    diagnosis = conclude(session, measured)
     assert diagnosis is not None
     assert session.recorder is not None
     ranks, stall_watch = session.recorder.ranks, session.stall_watch

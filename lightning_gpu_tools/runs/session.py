@@ -1,4 +1,4 @@
-"""The measurement of one run: opening, stepping, finishing, judging."""
+"""The measurement of one run: opening, stepping, finishing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
-from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_errors import early_warnings
@@ -31,7 +29,6 @@ from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.rank_exchange import Board
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.startup import Startup
 from lightning_gpu_tools.training.step_clock import StepClock
 
@@ -73,8 +70,8 @@ class Session:
         self._next_check_of_contexts = 0
         self._alarms = 0  # of the memory's history, that were passed on
         self._warned: set[str] = set()
-        self._finished = False
-        self._diagnosis: Diagnosis | None = None
+        self.has_finished = False
+        self.diagnosis: Diagnosis | None = None  # the last one, of a run that has finished
         # A rank that begins the next run must not replace entries of this run that rank 0 has not read yet.
         self._name = f"training {next(_trainings) % 2 if run.place.world_size > 1 else 0}"
         self.timer = timer(self.clock, self._enter)
@@ -276,7 +273,7 @@ class Session:
                     # Without the path and the code of this package, where no line of the program called it.
                     warnings.warn_explicit(message, category, "lightning_gpu_tools", 1)
 
-    # Finishing, and judging
+    # Finishing
 
     def note_error(self, error: BaseException, step: int) -> str:
         """Return the outcome of a run that ended with an error; the first call records the explanation."""
@@ -307,37 +304,18 @@ class Session:
 
     def finish(self, timeout_s: float) -> None:
         """Stop the clock, publish one last time, and on rank 0 wait at most ``timeout_s`` for the other ranks."""
-        if self._finished:
+        if self.has_finished:
             return
         if self.stall_watch is not None:
             self.stall_watch.close(self.ending.outcome)
             self.stall_watch.pass_on()
         self.background.close()
-        self._finished = True
+        self.has_finished = True
         self.warn(*self._faults)
         self.timer.stop()
         if self.recorder is not None and self.clock.ran:
             self.warn(*self.recorder.finish(timeout_s))
             self._log_metrics(*self.recorder.ranks.take_metrics(), self.run.logged_step - 1)
-
-    def diagnosis(self, measured: RunMeasurements | None = None) -> Diagnosis | None:
-        """Return the diagnosis of the measurements, with the advisor's thresholds; ``None`` before training."""
-        if self.recorder is None or self._diagnosis is not None:
-            return self._diagnosis
-        measured = measured or self.recorder.measurements()
-        history = self.recorder.history
-        oom = self.ending.out_of_memory  # still without contexts: those of other ranks may arrive later
-        diagnosis = diagnose(
-            measured,
-            searched=self.loader_result,
-            growth=history.growth() if self._finished else history.alarms,
-            out_of_memory=None if oom is None else replace(oom, contexts=measured.contexts),
-            failure=self.ending.failure,
-            **self.thresholds,
-        )
-        if self._finished:
-            self._diagnosis = diagnosis
-        return diagnosis
 
     @property
     def thread_cpu_s(self) -> float:

@@ -11,6 +11,7 @@ from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTIL
 from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
+from lightning_gpu_tools.runs.run_report import conclude
 from lightning_gpu_tools.trainer.families import LightningModule, Trainer
 from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
 from lightning_gpu_tools.trainer.measuring_callback import FitSession, MeasuringCallback
@@ -71,7 +72,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
     @property
     def diagnosis(self) -> Diagnosis | None:
         """The diagnosis of the running fit, or of the last one, or of validate, test or predict; ``None`` before."""
-        return (self._session.diagnosis() if self._session is not None else None) or self._diagnosis
+        return (conclude(self._session) if self._session is not None else None) or self._diagnosis
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -93,7 +94,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
 
     @override
     def _ended(self, trainer: Trainer, session: FitSession, outcome: str) -> None:
-        self._diagnosis = session.diagnosis()
+        self._diagnosis = conclude(session)
 
     @override
     def _give_up(self) -> None:

@@ -11,7 +11,15 @@ from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.reports.report import COMPLETED, FOLDER_NAME
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs.notify import notify
-from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say, say_verdict, warn_if_not_writable
+from lightning_gpu_tools.runs.run_report import (
+    RunningReport,
+    conclude,
+    describe,
+    publish,
+    say,
+    say_verdict,
+    warn_if_not_writable,
+)
 from lightning_gpu_tools.runs.stall_watch import check_stall_after
 from lightning_gpu_tools.trainer.families import Trainer
 from lightning_gpu_tools.trainer.measuring_callback import FitSession, MeasuringCallback
@@ -134,7 +142,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
                 notify("error", self._folder, outcome=outcome)
             return
         if not trainer.is_global_zero:
-            if session.ending.out_of_memory is not None and (diagnosis := session.diagnosis()) is not None:
+            if session.ending.out_of_memory is not None and (diagnosis := conclude(session)) is not None:
                 say_verdict(diagnosis)  # rank 0 may wait for this rank forever
             return
         if not session.clock.ran and session.ending.out_of_memory is None and session.ending.failure is None:

@@ -17,7 +17,14 @@ from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored, is_of_dead_worker
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
-from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say_verdict, warn_if_not_writable
+from lightning_gpu_tools.runs.run_report import (
+    RunningReport,
+    conclude,
+    describe,
+    publish,
+    say_verdict,
+    warn_if_not_writable,
+)
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.stall_watch import StallAfter, check_stall_after
 from lightning_gpu_tools.trainer.facts import FabricRun, LoopRun
@@ -131,7 +138,7 @@ class TrainingWatch:
     @property
     def diagnosis(self) -> Diagnosis | None:
         """The diagnosis of the running loop, or of the last one; ``None`` before the first batch."""
-        return (self._training.session.diagnosis() if self._training is not None else None) or self._diagnosis
+        return (conclude(self._training.session) if self._training is not None else None) or self._diagnosis
 
     def _safely(self, action: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -151,7 +158,7 @@ class TrainingWatch:
 
     def _finish(self, training: _Training, error: BaseException | None) -> None:
         outcome = training.end(error)
-        self._diagnosis = training.session.diagnosis()
+        self._diagnosis = conclude(training.session)
         training.report(outcome)
 
     def _close(self) -> None:
@@ -221,7 +228,7 @@ class _Training:
         return outcome
 
     def report(self, outcome: str) -> None:
-        session, diagnosis = self.session, self.session.diagnosis()
+        session, diagnosis = self.session, conclude(self.session)
         running, self._running = self._running, None
         if running is not None:
             publish(describe(session, outcome), running.file, self._run)

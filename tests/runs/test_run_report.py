@@ -22,7 +22,7 @@ from trainings import Model, Samples, loader, logged, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report_file import ReportFile
-from lightning_gpu_tools.runs import run_loaders, run_report, session
+from lightning_gpu_tools.runs import run_loaders, run_report
 from lightning_gpu_tools.runs.run_report import publish
 
 
@@ -139,7 +139,7 @@ def test_every_logger_gets_the_summary_as_far_as_it_can_show_it(
 def test_no_filter_hides_that_there_is_no_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: Literal["ignore", "error"]
 ) -> None:
-    monkeypatch.setattr(session, "diagnose", fail)
+    monkeypatch.setattr(run_report, "diagnose", fail)
     with warnings.catch_warnings(record=True) as shown:
         warnings.filterwarnings(action, message=".*without a report")
         train(tmp_path)
