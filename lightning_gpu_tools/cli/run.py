@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--advise",
         action="store_true",
         help="Add the monitor and the advisor to every Lightning Trainer in CMD. With no other option, claim no GPU. "
+        "With --min-free, their report says whether SIZE was enough, or far too much. "
         "A shell command in LIGHTNING_GPU_TOOLS_NOTIFY is run when a training ends, fails or hangs.",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="The command and its arguments.")

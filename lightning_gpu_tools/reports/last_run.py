@@ -16,6 +16,7 @@ from lightning_gpu_tools.reports.report_file import find_reports, load_report
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 _MAX_REPORTS = 50  # our default
+_FAR_TOO_MUCH = 1.5  # our default: times what `--min-free last` asks for
 _FREE_WHEN_IDLE = 0.95  # our default: the free share of an idle GPU; its driver and a desktop take the rest
 
 
@@ -24,6 +25,7 @@ class Need(NamedTuple):
 
     min_free_bytes: int
     origin: str
+    peak_bytes: float  # without the margin
 
 
 def last_need(folder: str, command: Sequence[str] = ()) -> Need:
@@ -89,7 +91,24 @@ def need_of(report: Report, name: str) -> Need | None:
         min_free_bytes,
         f"min_free=last: {format_bytes(min_free_bytes)} ({kind} {format_bytes(peak_bytes)} of {model} on {date}, "
         f"{outcome}{name}, plus {percent:.0f}%)",
+        peak_bytes,
     )
+
+
+def claim_sentence(report: Report) -> str:
+    """Return a sentence on the claimed and the used memory; empty if the job claimed none, or its use is unknown."""
+    need = need_of(report, "")
+    if need is None or not report.claimed_bytes:
+        return ""
+    is_whole = report.outcome == COMPLETED
+    used = f"{'its peak was' if is_whole else 'it used at least'} {format_bytes(need.peak_bytes)}"
+    text = f"The job asked for {format_bytes(report.claimed_bytes)} on each GPU; {used}"
+    enough = f"--min-free {math.ceil(need.min_free_bytes / 2**30 * 10) / 10:g}GiB"
+    if need.peak_bytes > report.claimed_bytes:
+        return f"{text}. Other jobs may count on the difference: ask for {enough}."
+    if is_whole and report.claimed_bytes > _FAR_TOO_MUCH * need.min_free_bytes:
+        return f"{text}: {enough} would do."
+    return f"{text}."
 
 
 def min_free_for(need_bytes: int, total_bytes: int) -> int:

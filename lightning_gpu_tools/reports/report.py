@@ -74,6 +74,7 @@ class Report:
         gpu_step_s: GPU time of a training step, by part; parts whose time is unknown are absent.
         ranks: Steps of each rank that reported; empty with one rank.
         memory: Memory use of each GPU of the job.
+        claimed_bytes: Memory of each GPU of rank 0's node that the job claimed with ``min_free``.
         allocator_failures: Number of times that torch's allocator ran out of memory on rank 0 and the run continued:
             the program or cuDNN caught the error, or a search for the largest batch size provoked it.
         stalls: Times in which training made no progress, with the reason.
@@ -110,6 +111,7 @@ class Report:
     gpu_step_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     ranks: tuple[RankStep, ...] = ()
     memory: tuple[MemoryAccount, ...] = ()
+    claimed_bytes: Count | None = None
     allocator_failures: int = 0
     stalls: tuple[Stall, ...] = ()
     failure: str | None = None

@@ -21,6 +21,7 @@ from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.reports.gpu_table import gpu_lines, gpu_sentences
+from lightning_gpu_tools.reports.last_run import claim_sentence
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, Report
 from lightning_gpu_tools.training.phases import IN_WORKER, RANK_WAIT, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.training.startup import STARTUP_PARTS
@@ -131,6 +132,8 @@ def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
     for finding in diagnosis.findings:
         if finding.cause in _EARLY_WARNINGS and finding.advice not in diagnosis.next_step:
             yield finding.advice
+    if claimed := claim_sentence(report):
+        yield claimed
     if failures := report.allocator_failures:
         yield (
             f"torch's allocator ran out of memory {plural(failures, 'time')}, and the run continued. It "

@@ -37,6 +37,7 @@ from lightning_gpu_tools.runs.notify import notify
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.runs.session import Session
+from lightning_gpu_tools.runs.surroundings import claimed_bytes
 from lightning_gpu_tools.training.cores import HostReading
 from lightning_gpu_tools.training.phases import MONITORING, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -134,6 +135,7 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         else {phase: s for phase, s in idle.work_s.items() if base_phase(phase) == TRAINING_STEP},
         ranks=measured.ranks,
         memory=ranks.memory_accounts(measured.memory, all_ranks=ended),
+        claimed_bytes=session.recorder.reader.read("the claim", lambda: claimed_bytes(run), None) if ended else None,
         allocator_failures=ending.allocator_failures,
         stalls=() if stall_watch is None else stall_watch.stalls,
         failure=None if ending.failure is None else str(ending.failure),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from torch.utils.data import DataLoader
@@ -68,13 +68,7 @@ def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
 def _claims(run: Run) -> Sequence[tuple[str, str, int]]:
     """Return the claims of other jobs on these GPUs: GPU, owner, bytes (0 = all)."""
     gpus = {gpu.uuid: str(gpu.index) for gpu in gpu_readings(run.gpus)}
-    if not gpus:
-        return ()
-    try:
-        with claims.read_ledger(claims.directory()) as ledger:
-            found = ledger.claims()
-    except ClaimsError:  # nobody can claim anything then
-        return ()
+    found = _claims_on(gpus)
     others = [claim for claim in found if not claims.is_of_own_job(claim) and claim.pid != os.getpid()]
     named = [*dict.fromkeys(claim.user for claim in others)][:MAX_USERS]
     of_users: dict[tuple[str, str], list[GpuClaim]] = {}  # one message per user, so that no user can flood the log
@@ -90,3 +84,20 @@ def _claims(run: Run) -> Sequence[tuple[str, str, int]]:
         )
         for (gpu, user), those in of_users.items()
     ]
+
+
+def claimed_bytes(run: Run) -> int | None:
+    """Return the memory on each of these GPUs that this job has claimed with ``min_free``; ``None`` if it has not."""
+    own = filter(claims.is_of_own_job, _claims_on({gpu.uuid for gpu in gpu_readings(run.gpus)}))
+    return max((claim.memory_bytes for claim in own if claim.memory_bytes is not None), default=None)
+
+
+def _claims_on(uuids: Collection[str | None]) -> Sequence[GpuClaim]:
+    """Return all claims on GPUs; none if they cannot be read."""
+    if not uuids:
+        return ()
+    try:
+        with claims.read_ledger(claims.directory()) as ledger:
+            return [claim for claim in ledger.claims() if any(map(claim.is_on, uuids))]
+    except ClaimsError:  # nobody can claim anything then
+        return ()

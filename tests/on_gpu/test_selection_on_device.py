@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,23 @@ def test_the_next_job_gets_what_the_last_one_needed(tmp_path: Path, claims_dir: 
     assert "of LitModel on 20" in second.stderr
     claimed = json.loads(second.stdout)["memory_bytes"]
     assert 1.2 * (peak + 100 * 2**20) < claimed < 1.2 * (peak + 2**31)  # with a context
+
+
+@pytest.mark.follows("Other jobs may count on the difference: ask for {}.", "{}: {} would do.")
+@pytest.mark.parametrize("asked", ["64MiB", "12GiB"])
+def test_what_the_report_says_to_ask_for_is_enough(asked: str, tmp_path: Path) -> None:
+    def sentence(*options: str) -> str:
+        command = [sys.executable, "-m", "lightning_gpu_tools", "run", *options, "--", sys.executable, "-c", TRAIN]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        text = " ".join(done.stdout.split())
+        (found,) = re.findall(r"The job asked for .*? GiB(?:\.|: .*? would do\.| .*? ask for .*?B\.)", text)
+        return str(found)
+
+    first = sentence("--min-free", asked)
+    shown = {"64MiB": "64.0 MiB", "12GiB": "12.0 GiB"}[asked]
+    assert first.startswith(f"The job asked for {shown} on each GPU; its peak was "), first
+    (advised,) = re.findall(r"--min-free [\d.]+GiB", first)
+    assert "--min-free" not in sentence(*advised.split())
 
 
 def test_cudas_own_order_is_that_of_torch() -> None:

@@ -14,9 +14,10 @@ from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import an_error, gpu_run
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.processes import process_id
-from lightning_gpu_tools.reports.last_run import Need, last_need, need_of
+from lightning_gpu_tools.reports.last_run import Need, claim_sentence, last_need, need_of
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.reports.text import render_text
 
 ACCOUNT = TRAINED.memory[0]
 A_RUN = gpu_run({"training_step": 50.0}, 95.0)
@@ -36,7 +37,36 @@ def test_it_is_the_peak_with_cudas_own_memory_and_a_margin() -> None:
     assert needed(TRAINED) == (
         48 * GIB,
         "min_free=last: 48.0 GiB (peak 40.0 GiB of LitModel on 2026-01-02, gpu_report.json, plus 20%)",
+        40 * GIB,
     )
+
+
+@pytest.mark.parametrize(
+    ("claimed", "said"),
+    [
+        (
+            8,
+            "8.00 GiB on each GPU; its peak was 40.0 GiB. Other jobs may count on the difference: "
+            "ask for --min-free 48GiB.",
+        ),
+        (40, "40.0 GiB on each GPU; its peak was 40.0 GiB."),
+        (70, "70.0 GiB on each GPU; its peak was 40.0 GiB."),
+        (80, "80.0 GiB on each GPU; its peak was 40.0 GiB: --min-free 48GiB would do."),
+    ],
+)
+def test_a_claim_is_compared_with_the_peak(claimed: int, said: str) -> None:
+    report = replace(TRAINED, claimed_bytes=claimed * GIB)
+    assert claim_sentence(report) == f"The job asked for {said}"
+    assert said in " ".join(render_text(report).split())
+
+
+def test_the_use_of_a_job_that_failed_is_no_peak() -> None:
+    report = replace(TRAINED, outcome="stopped by KeyError at step 812", claimed_bytes=80 * GIB)
+    assert claim_sentence(report) == "The job asked for 80.0 GiB on each GPU; it used at least 40.0 GiB."
+
+
+def test_without_a_claim_or_a_gpu_there_is_nothing_to_compare() -> None:
+    assert claim_sentence(TRAINED) == claim_sentence(replace(TRAINED, claimed_bytes=GIB, memory=())) == ""
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from lightning_gpu_tools.advice.causes.memory import other_processes
 from lightning_gpu_tools.advice.causes.time import shared_gpu
 from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.errors import NotEnoughGpusError
-from lightning_gpu_tools.runs.surroundings import read_surroundings
+from lightning_gpu_tools.runs.surroundings import claimed_bytes, read_surroundings
 from lightning_gpu_tools.selection.claims import held_claims, warn_once
 from lightning_gpu_tools.trainer.facts import TrainerRun
 
@@ -248,6 +248,7 @@ def test_a_job_without_a_claim_is_told_of_another_ones_and_gets_its_own(
         assert f"(pid {other.pid}) has claimed 8.00 GiB of the memory of GPU 0" in message
         (program,) = re.findall(r"or with `lightning-gpu-tools (\w+)`", message)
         command = [sys.executable, "-m", "lightning_gpu_tools", program, "--min-free", "1GiB", "--", "sh", "-c"]
+        assert claimed_bytes(TrainerRun(made)) is None
         with subprocess.Popen([*command, "echo; cat"], stdin=-1, stdout=-1) as own:
             assert own.stdout is not None
             own.stdout.readline()
@@ -255,3 +256,6 @@ def test_a_job_without_a_claim_is_told_of_another_ones_and_gets_its_own(
             own.kill()
         other.kill()
     assert claims == {other.pid: 8 * 2**30, own.pid: 2**30}
+    with select_gpus(min_free="2GiB") as selection:
+        selection.apply()
+        assert claimed_bytes(TrainerRun(made)) == 2 * 2**30
