@@ -85,6 +85,9 @@ trainer:
   plugins:
     - class_path: lightning_gpu_tools.PortableCheckpointIO
       init_args: {verify: true, inner: {class_path: PACKAGE.plugins.io.TorchCheckpointIO}}
+  callbacks:
+    - class_path: lightning_gpu_tools.GPUUtilizationMonitor
+      init_args: {interval_s: 0.5}
   strategy:
     class_path: lightning_gpu_tools.strategies.FreeMemoryDDPStrategy
     init_args: {wait: 10, find_unused_parameters: true}
@@ -106,7 +109,9 @@ def command_line() -> dict[str, Any]:
     trainer = run().trainer
     options = ("min_free", "wait", "find_unused_parameters", "timeout")
     help_text = shown("--trainer.strategy.help=lightning_gpu_tools.strategies.FreeMemoryDDPStrategy")
+    (own,) = [one for one in trainer.callbacks if isinstance(one, GPUUtilizationMonitor)]
     return {
+        "interval_s": own.interval_s,
         "inner": type(trainer.strategy.checkpoint_io.inner).__module__,
         "unused": trainer.strategy._ddp_kwargs["find_unused_parameters"],
         "printed": "find_unused_parameters: true" in shown("--print_config"),

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_gpu_tools.trainer.import_hooks import FABRICS, FAMILIES, TRAINERS, when_imported
 
+_PACKAGE = __name__.partition(".")[0]
+
 
 def family_of(thing: object) -> str | None:
     """Return the family of an object or a class; ``None`` if it has none."""
@@ -101,6 +103,12 @@ else:
             later = [base for base in callbacks if not issubclass(cls, base)]
             return super().__new__(_subclass_once(cls, *later) if later else cls)
 
+        def __init_subclass__(cls, **options):
+            """Let the facade give a class of ours the bases of packages imported after it: LightningCLI wants them."""
+            super().__init_subclass__(**options)
+            if "_front" not in vars(cls) and cls.__module__.startswith(_PACKAGE):
+                when_imported("callbacks.callback", functools.partial(_renew, cls), TRAINERS)
+
         def __reduce_ex__(self, protocol):
             return _unpickled, (front_of(type(self)),), *super().__reduce_ex__(2)[2:]
 
@@ -111,6 +119,13 @@ else:
             """Return an object with a class of its own, because Lightning calls methods of an accelerator's class."""
             accelerators = _imported_or_error(cls, "accelerators.cuda", "CUDAAccelerator", FAMILIES)
             return super().__new__(subclass(cls, *accelerators))
+
+
+def _renew(cls: type, module: types.ModuleType) -> None:
+    facade = vars(sys.modules[_PACKAGE])
+    later = [base for base in imported("callbacks.callback", "Callback", TRAINERS) if not issubclass(cls, base)]
+    if later and cls.__name__ in facade["__all__"]:
+        facade[cls.__name__] = _subclass_once(cls, *later)
 
 
 def _unpickled(front: Any) -> Any:

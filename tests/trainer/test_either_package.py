@@ -54,6 +54,7 @@ def test_a_program_that_imports_this_package_first(
     assert json.loads(answer.stdout.splitlines()[-1]) == {
         "training": {"steps": 4, "reported": 4, "of both": True, "mine": 7, "by name": True},
         "cli": {
+            "interval_s": 0.5,
             "inner": "lightning_fabric.plugins.io.torch_io",
             "unused": True,
             "printed": True,
