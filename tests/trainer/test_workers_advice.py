@@ -263,7 +263,7 @@ def test_a_process_that_is_not_daemonic_may_start_workers(tmp_path: Path) -> Non
     assert "This process is daemonic and may not start workers" in advice
     assert "find_loader_settings" not in advice
     name, option, value = re.search(r"multiprocessing\.(\w+)\((\w+)=(\w+)\)", advice).groups()  # type: ignore[union-attr]
-    (pool,) = re.search(r"or by ([\w.]+)\(\)", advice).groups()  # type: ignore[union-attr]
+    (pool,) = re.search(r"or with ([\w.]+)\(\)", advice).groups()  # type: ignore[union-attr]
     arguments: Any = (str(tmp_path), settings_in(advice))
     options = {option: eval(value)}
     follower = getattr(multiprocessing, name)(target=measured_loop, args=arguments, **options)
