@@ -36,11 +36,12 @@ def collector_paused() -> Iterator[None]:
 
 
 def frames_kept() -> AbstractContextManager[None]:
-    """Return a context in which ``f_back`` and ``f_locals`` of other threads' frames may be read.
+    """Return a context in which ``sys._current_frames``, and ``f_back`` and ``f_locals`` of its frames, may be used.
 
-    In Python 3.11, reading these creates objects, which may start a collection, which may let the other thread run. If
-    it returns from the function meanwhile, the new object is written over memory of its next calls, and the process
-    crashes. Later releases collect only between bytecodes; in earlier ones, all frames are objects.
+    In Python 3.11, these create objects, which may start a collection, which may let another thread run. If that thread
+    returns from its function meanwhile, the new object is written over memory of its next calls, and the process
+    crashes. If a thread starts or ends meanwhile, it waits forever for a lock that ``sys._current_frames`` holds. Later
+    releases collect only between bytecodes; in earlier ones, all frames are objects.
     """
     return collector_paused() if sys.version_info[:2] == (3, 11) else nullcontext()
 

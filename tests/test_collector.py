@@ -58,8 +58,38 @@ assert gc.isenabled()
 """
 
 
+# A collection inside sys._current_frames() runs a finalizer that starts a thread, which needs the lock of that function.
+STARTS_THREAD = """
+import gc, threading
+from lightning_gpu_tools.training.line_sampler import LineSampler
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        if not event.is_set():
+            threading.Thread(target=int).start()
+            Cycle()  # for the next collection
+
+event = threading.Event()
+threads = [threading.Thread(target=event.wait) for _ in range(30)]
+for thread in threads:
+    thread.start()
+gc.set_threshold(1, 1, 1)
+Cycle()
+for _ in range(200):
+    LineSampler(None, None, list)
+event.set()
+"""
+
+
 def test_a_collection_meanwhile_does_no_harm() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_finalizer_that_starts_a_thread_does_not_block_the_sampler() -> None:
+    ended = subprocess.run([sys.executable, "-c", STARTS_THREAD], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

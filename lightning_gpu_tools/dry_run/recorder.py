@@ -140,8 +140,8 @@ class Recorder:
     def _out_of_memory(self, gpu: int, requested_bytes: int, total_bytes: int, free_bytes: int) -> None:
         with contextlib.suppress(Exception):  # an error here would replace torch's
             stack = _stack_of(sys._getframe(1) if sys._getframe().f_back else None)
-            training = sys._current_frames().get(threading.main_thread().ident or 0)
             with frames_kept():
+                training = sys._current_frames().get(threading.main_thread().ident or 0)
                 seen = line_in(stack) or line_in(_stack_of(training))
             self._failures += 1
             self._failure = Moment(self._step, phase_of(stack) if self._step else "", *(seen or ())[:3])

@@ -123,7 +123,8 @@ class LineSampler(_Sampler):
         self._loaders = loaders
         self._taken: Counter[str] = Counter()  # samples in this window, by pause; "" for steps
         self._windows = 1
-        self._others = set(sys._current_frames())  # threads seen before training or outside backward
+        with frames_kept():
+            self._others = set(sys._current_frames())  # threads seen before training or outside backward
         self._step_s: float | None = None  # pace in the last window, once it has ended
 
     def start(self) -> None:
