@@ -65,7 +65,7 @@ PERCENTAGE = "must be 0, or a percentage from 1 to 100, got"
         ("NumWorkersFinder", (), {"budget_s": math.inf}, "budget_s must be a positive number of seconds, got inf."),
         ("PortableCheckpointIO", ("run",), {}, "inner must be a plugin that reads and writes checkpoints, got 'run'."),
         ("PortableCheckpointIO", (), {"verify": "no"}, "verify must be True or False, got 'no'."),
-        ("watch", ("run",), {}, "fabric must be a Fabric, got 'run'. A folder is given as folder."),
+        ("watch", ("run",), {}, "fabric must be a Fabric, got 'run'. To set the folder, use watch(folder=...)."),
         ("watch", (), {"folder": 3}, "folder must be text or a path or None, got 3."),
         ("watch", (), {"interval_s": 0}, "interval_s must be a positive number of seconds, got 0."),
         (FIND, (LOADER, "0.1"), {}, "step_time_s must be a positive number of seconds, got '0.1'."),

@@ -154,7 +154,7 @@ class InertUnpickler(pickle._Unpickler):
                 target.items = {}
             target = target.items
         if not isinstance(target, dict):
-            raise _refused("an item for something that is no dictionary")
+            raise _refused("an item for something that is not a dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is not str:
                 _check_key(key)

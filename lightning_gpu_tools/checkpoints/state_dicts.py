@@ -115,7 +115,7 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
         what = f"no weights, only {describe_content(content)}."
         if place is not None:
             saved = f"torch.load({printable_path(path)!r}){printable(place, 2 * MAX_NAME)}"
-            what = f"weights, but deeper than it is searched. Save them alone: torch.save({saved}, 'weights.pt')"
+            what = f"weights, but nested too deeply to be found. Save them alone: torch.save({saved}, 'weights.pt')"
         raise BrokenCheckpointError(f"{printable_path(path)} holds {what}")
     objects = describe_content(content)
     if isinstance(content, (Mapping, list, tuple)):  # somewhere in it

@@ -12,7 +12,7 @@ from lightning_gpu_tools.dry_run.records import Moment, ProcessRecord
 from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.reports.last_run import min_free_for
 from lightning_gpu_tools.simulated.models import MODELS
-from lightning_gpu_tools.units import format_bytes
+from lightning_gpu_tools.units import format_bytes, plural
 
 SCHEMA_VERSION = 1
 NCCL_BYTES = 700 * 2**20  # measured with more than two A100s: nccl issue 964
@@ -141,14 +141,16 @@ def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -
     fullest = max(records, key=lambda one: (one.outcome == "complete", one.steps, one.peak_reserved_bytes))
     if fullest.outcome == "complete":
         if not fullest.uses_gpu:
-            return _unknown_because(f"The command completed {fullest.steps} training steps without using a GPU.")
+            return _unknown_because(
+                f"The command completed {plural(fullest.steps, 'training step')} without using a GPU."
+            )
         return Judgment("fits", fullest)
     failed = max(records, key=lambda one: one.failures)
     error = next((one.error for one in records if one.error), "")
     if (code or error) and (failed.failures or "out of memory" in error):
         return Judgment("does_not_fit", failed)
     if code or error:
-        remedy, too_few = "A real GPU may give the same.", _TOO_FEW_GPUS.search(error)
+        remedy, too_few = "A real GPU may give the same error.", _TOO_FEW_GPUS.search(error)
         if too_few is not None:
             count = 2 if too_few[1] is None else int(too_few[1]) + 1
             remedy = f"Simulate as many GPUs as the command uses: add -n {count} to dry-run."
@@ -256,7 +258,7 @@ def _limitations(record: ProcessRecord, steps: int) -> list[str]:
     if record.steps < steps:
         found.append(f"The command ended {_after(record.steps)}, so the peak of later steps is unknown.")
     if record.failures and record.outcome == "complete":
-        found.append(f"The allocator failed {record.failures} times, but the training continued.")
+        found.append(f"The allocator failed {plural(record.failures, 'time')}, but training continued.")
     if record.steps and not record.has_validated:
         found.append("No validation ran, so its peak is unknown.")
     if record.has_convolutions:
@@ -266,9 +268,9 @@ def _limitations(record: ProcessRecord, steps: int) -> list[str]:
     if record.masks:
         found.append("A mask selects everything here, so the peak may be too high.")
     if record.generates:
-        found.append("Text was generated up to its maximum length, of arbitrary tokens.")
+        found.append("Generated text has the maximum length and arbitrary tokens.")
     if record.steps and record.batch_size is None:
-        found.append("The size of the batch is not known from what the model got, so no largest batch is predicted.")
+        found.append("The model's inputs do not show the batch size, so no largest batch is predicted.")
     if record.batch_size and (record.largest_batch or 0) > _FAR * record.batch_size:
         found.append(f"The largest batch is more than {_FAR} times the one that ran. Check it with --vary.")
     if record.world_size > 1:

@@ -30,7 +30,7 @@ _MAX_TEXT = 100
 _ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType)
 _CONTAINERS: tuple[Any, ...] = (list, tuple, set, frozenset, deque, dict)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-# Their parts are their own matter. A logger is found by its name in every process.
+# Their parts are not searched. A logger is found by its name in every process.
 _CLOSED_PACKAGES = {"torch", "numpy", "pandas", "logging", "enum", "re"}
 _STANDARD_STREAMS = 2  # the highest descriptor of stdin, stdout and stderr
 _OWN_PICKLING = ("__getstate__", "__reduce__", "__reduce_ex__")

@@ -1,4 +1,4 @@
-"""The DataLoaders inside of what a loop iterates: dictionaries, lists, progress bars, loaders around other loaders."""
+"""The DataLoaders inside what a loop iterates: dictionaries, lists, progress bars, loaders around other loaders."""
 
 from __future__ import annotations
 

@@ -259,8 +259,8 @@ def why_unsure(case: LoaderCase, trials: Sequence[LoaderTrial]) -> str | None:
     if abs(_seconds(original) - trained_s) <= _REPRODUCED * of_s + case.step.error_s:
         return None
     return (
-        f"Not sure, so the original settings are kept. With these, training took {format_duration(trained_s)} from "
-        f"batch to batch, but a trial took {format_duration(_seconds(original))}."
+        "The trials are not reliable, so the original settings are kept. With these, training took "
+        f"{format_duration(trained_s)} from batch to batch, but a trial took {format_duration(_seconds(original))}."
     )
 
 

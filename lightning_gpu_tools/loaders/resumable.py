@@ -1,4 +1,4 @@
-"""Where the loaders of a training stand, and loaders that go on from there.
+"""Positions of a run's training loaders, and loaders that continue from there.
 
 Three streams of random numbers are independent of each other: the order of a pass over a loader, the contents of each
 of its batches, and everything else. The first two are functions of the seed of the run, the loader, the pass and the
@@ -128,24 +128,24 @@ def is_resumable(loader: Any) -> bool:
 
 
 def inexact(loader: Any) -> Iterator[str]:
-    """Yield a sentence for each reason why this loader cannot go on exactly where it was."""
+    """Yield a sentence for each reason why this loader cannot continue exactly where it was."""
     if not isinstance(loader, ContinuedLoader) or not is_resumable(loader):
         if not hasattr(loader, "state_dict"):
             kind = type(loader).__name__
-            yield f"{kind} is no plain DataLoader and has no state_dict, so a resumed epoch begins it again."
+            yield f"{kind} is not a plain DataLoader and has no state_dict, so a resumed epoch starts it over."
         return
     dataset = name_of(loader.dataset)
     if isinstance(loader.dataset, IterableDataset):
         yield (
             f"{dataset} is iterable, so resuming reads and drops the batches that were seen, with the same number of "
-            "workers. torchdata's StatefulDataLoader goes on at once."
+            "workers. torchdata's StatefulDataLoader continues at once."
         )
     elif not loader.in_order:
         yield f"The batches of {dataset} come in any order (in_order=False). Remove that option."
     generators = [held.name for held in held_by(loader.dataset) if isinstance(held.thing, GENERATORS)]
     if generators:
         yield (
-            f"{generators[0]} is a random generator of its own, whose state is lost. Draw from the global generators: "
+            f"{generators[0]} is a separate random generator, whose state is lost. Draw from the global generators: "
             "torch.rand, numpy.random, random."
         )
 

@@ -20,15 +20,15 @@ from lightning_gpu_tools.units import format_bytes, number_ranges, parse_bytes, 
 
 _Class = TypeVar("_Class", bound=type)
 
-LAST_RUN = "last"  # as ``min_free``: reports/last_run.py replaces it by a size
+LAST_RUN = "last"  # as ``min_free``: reports/last_run.py replaces it with a size
 
 # For --help of the command line and of LightningCLI, and for help().
 OPTIONS = {
-    "min_free": "Free memory that each GPU must have in addition to the claims of others, such as 8GiB, 8G (the "
-    "same) or 500MB; or `last`, 1.2 times what the last run needed, from the newest report below the current folder.",
+    "min_free": "Free memory that each GPU must have in addition to the claims of others, such as 8GiB, 8G or "
+    "500MB; or `last`, 1.2 times what the last run needed, from the newest report below the current folder.",
     "max_utilization": "Highest allowed utilization of each GPU, in percent.",
     "exclusive": "Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.",
-    "name": "Take only GPUs with this text in their model's name, such as A100. Upper and lower case are the same.",
+    "name": "Take only GPUs with this text in their model's name, such as A100. Case is ignored.",
     "wait": "Longest time to wait for the GPUs, for example 90s, 10m or 2h. First come, first served.",
     "claim": "Claim the GPUs until the job ends. The claims of others are respected in any case.",
 }

@@ -68,7 +68,7 @@ def train_iterators(trainer: Trainer) -> Sequence[object]:
 
 
 def iterator_of(loop: Any) -> object | None:
-    """Return the iterator of the present loader of a loop that reads its loaders in turn. Lost: the workers."""
+    """Return the iterator of the current loader of a loop that reads its loaders in turn. Lost: the workers."""
     iterators = getattr(_iterator_over_all(loop), "iterators", None)
     return iterators[0] if iterators else None
 
@@ -79,7 +79,7 @@ def loaders_of(loop: Any) -> Sequence[object]:
 
 
 def loader_of(loop: Any) -> object | None:
-    """Return the present loader of a loop that reads its loaders in turn. Lost: that of the first one counts."""
+    """Return the current loader of a loop that reads its loaders in turn. Lost: that of the first one counts."""
     loaders, place = loaders_of(loop), getattr(_iterator_over_all(loop), "_iterator_idx", 0)
     return loaders[min(place, len(loaders) - 1)] if loaders else None
 
@@ -110,7 +110,7 @@ def logged_results(trainer: Trainer) -> Any:
 
 
 def end_restart(trainer: Trainer) -> None:
-    """Tell a fit that it goes on as any other, from the first step on.
+    """Tell a resumed fit that it continues like any other, from its first step on.
 
     Lost: ReduceLROnPlateau misses its step at the end of a resumed epoch.
     """

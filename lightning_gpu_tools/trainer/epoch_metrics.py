@@ -1,4 +1,4 @@
-"""What a training has collected of an epoch for its metrics, in a checkpoint and back.
+"""An epoch's metrics so far, saved to a checkpoint and restored.
 
 Lightning saves neither the sums of ``self.log(..., on_epoch=True)`` nor the states of a module's torchmetrics, so an
 epoch that was resumed would log the mean of the batches after that.

@@ -1,4 +1,4 @@
-"""A callback with which a killed run, resumed, is the same run."""
+"""A callback that makes a killed and resumed run identical to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from lightning_gpu_tools.trainer.families import LightningModule, Trainer, base_
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.preemption import Preemption
 from lightning_gpu_tools.training.compat import default_store, own_store
-from lightning_gpu_tools.units import printable_path
+from lightning_gpu_tools.units import plural, printable_path
 
 
 class ExactResume(GuardedCallback):
-    """A callback with which a run that was killed and resumed ends with the same bits as one that never was.
+    """A callback that makes a killed and resumed run end with the same bits as an uninterrupted one.
 
-    Equal are weights, optimizers, schedulers, counters, random numbers and the metrics of the epoch, wherever the run
-    was killed, with any number of workers before and after, and under DDP. Loaders have to be plain ones over map-style
-    datasets. What cannot be exact is said in warnings before the first step. The checkpoints stay readable without this
-    callback, and are some kB larger for each rank.
+    This covers weights, optimizers, schedulers, counters, random numbers and the metrics of the epoch, wherever the run
+    was killed, with any number of workers before and after, and with DDP. Loaders must be plain DataLoaders over
+    map-style datasets. Warnings before the first step name everything that cannot be exact. The checkpoints stay
+    readable without this callback, and are some kB larger for each rank.
 
     The order of a loader and the contents of each batch get their random numbers from the run's seed and the number of
-    the batch. A run therefore has other random numbers than one without this callback.
+    the batch. Its random numbers therefore differ from those of a run without this callback.
 
     At SIGTERM and SIGUSR1, also during validation, all ranks save one step as ``last.ckpt`` in the folder of
     ``ModelCheckpoint``, else in ``default_root_dir``, and end with exit code 143. ``max_time`` saves in the same way.
     Where SLURM requeues jobs, its signal calls Lightning's handler at that step.
 
     Raises:
-        CheckpointMismatchError: In ``fit``: the checkpoint was saved by another number of ranks.
+        CheckpointMismatchError: In ``fit``: the checkpoint was saved by a different number of ranks.
 
     Example::
 
@@ -291,23 +291,23 @@ class _Run:
         if self._epoch_is_open and overrides(trainer.lightning_module, "LightningModule", "on_train_epoch_start"):
             yield (
                 f"{type(trainer.lightning_module).__name__}.on_train_epoch_start does not run again in the resumed "
-                "epoch. What it sets has to be set in on_train_start, too."
+                "epoch. Whatever it sets must also be set in on_train_start."
             )
         for callback in trainer.callbacks:
             if base_of(callback, "LearningRateFinder") or base_of(callback, "BatchSizeFinder"):
                 name = type(callback).__name__
-                yield f"{name} searches again when the run is resumed. Set what it has found, and remove {name}."
+                yield f"{name} searches again when the run is resumed. Set the values it found, and remove {name}."
             if base_of(callback, "OnExceptionCheckpoint") or getattr(callback, "save_on_exception", False):
-                yield "A checkpoint saved on an exception is of the middle of a step, and its batch is not seen again."
+                yield "A checkpoint saved on an exception is from mid-step, and its batch is not seen again."
         is_on_gpu = self._device.type == "cuda"
         if is_on_gpu and not torch.are_deterministic_algorithms_enabled():
-            yield "Kernels on the GPU may round differently in each run. Trainer(deterministic=True) ends that."
+            yield "Kernels on the GPU may round differently in each run. Trainer(deterministic=True) prevents that."
         seen = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if trainer.ckpt_path and self._resumed is None:
             again = f" The epoch begins again, and {seen} of its batches are seen twice."
             is_within = 0 < seen < trainer.num_training_batches
             yield (
-                f"{printable_path(trainer.ckpt_path)} was saved without it, so the random numbers are others."
+                f"{printable_path(trainer.ckpt_path)} was saved without ExactResume, so the random numbers differ."
                 f"{again if is_within else ''}"
             )
 
@@ -368,7 +368,7 @@ class _Run:
         self._saved = unfinished, path
         rank_zero_info(
             f"{why}: saved step {trainer.global_step} to {printable_path(path)} in "
-            f"{self.preemption.last_save_s:.1f} s. To go on, start the same command with fit(..., ckpt_path={path!r})."
+            f"{self.preemption.last_save_s:.1f} s. To continue, run the same command with fit(..., ckpt_path={path!r})."
         )
 
     def finish_saving(self) -> None:
@@ -410,8 +410,8 @@ class _Run:
         saved, ranks = len(state["ranks"]), self.trainer.world_size
         if saved != ranks:
             raise CheckpointMismatchError(
-                f"The checkpoint was saved by {saved} ranks, and this run has {ranks}, which would see other samples. "
-                f"Resume with {saved} ranks, or without ExactResume."
+                f"The checkpoint was saved by {plural(saved, 'rank')}, but this run has {ranks}, which would see other "
+                f"samples. Resume with {plural(saved, 'rank')}, or without ExactResume."
             )
         mine = state["ranks"][self.trainer.global_rank]
         self.positions.load_state_dict(mine)

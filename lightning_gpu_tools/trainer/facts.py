@@ -59,7 +59,7 @@ def trainer_settings(trainer: Any) -> Mapping[str, Any]:
 
 
 def _trainers(path: str) -> Any:
-    """Return a property with the present value of an attribute of the Trainer."""
+    """Return a property with the current value of an attribute of the Trainer."""
     return property(attrgetter(f"_trainer.{path}"))
 
 

@@ -54,7 +54,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
     training. A shell command in ``LIGHTNING_GPU_TOOLS_NOTIFY`` is run when a run with a report ends, fails or stalls.
 
     ``validate``, ``test`` and ``predict`` of the Trainer have reports of the same form, in folders of these names below
-    that one; a step is then one batch. Loggers get nothing of them.
+    that one; a step is then one batch. Loggers do not get them.
 
     Args:
         interval_s: Seconds between two polls of the driver's buffer, which holds several seconds.

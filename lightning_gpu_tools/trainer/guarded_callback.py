@@ -41,7 +41,7 @@ class GuardedCallback(Callback):
             return False
         name = type(self).__name__
         rank_zero_only(only_warn)(
-            f"The Trainer's callbacks have {len(same)} of {name}, and only the first one acts. Remove the others."
+            f"The Trainer has {len(same)} callbacks of type {name}, and only the first is active. Remove the others."
         )
         return True
 

@@ -31,7 +31,7 @@ from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.run_measurements import DATA_LOADING, LoaderFacts, LoaderSettings
-from lightning_gpu_tools.units import number_ranges, printable
+from lightning_gpu_tools.units import number_ranges, plural, printable
 
 # Our default: ranks reach a search at the same time, and trials end with the budget.
 _RANKS_TIMEOUT_S = 10.0
@@ -470,7 +470,7 @@ class _Fit:
         if result is not None and result.applied and tuned is not None and tuned.in_use == tuned.original:
             self._change(applied=False)  # training ended during the comparison
         if self.result is None:
-            self._leave(f"Training ended after {self._steps} steps, but a search needs {plan.STUDY_STEPS}.")
+            self._leave(f"Training ended after {plural(self._steps, 'step')}, but a search needs {plan.STUDY_STEPS}.")
 
     def close(self) -> None:
         # May be called again after Ctrl-C, for the parts that the first call did not reach.

@@ -80,7 +80,9 @@ def watch(
                 ...
     """
     if fabric is not None and not hasattr(fabric, "launch"):
-        raise TypeError(f"fabric must be a Fabric, got {printable(repr(fabric))}. A folder is given as folder.")
+        raise TypeError(
+            f"fabric must be a Fabric, got {printable(repr(fabric))}. To set the folder, use watch(folder=...)."
+        )
     check_seconds(interval_s, "interval_s")
     check_stall_after(stall_after_s)
     thresholds = Thresholds(min_utilization_percent, min_steps, min_seconds)

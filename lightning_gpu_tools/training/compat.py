@@ -42,7 +42,9 @@ def default_store() -> Any:
 
 
 def own_store() -> Any:
-    """Return a separate connection to that store, which no blocked call delays; ``None`` for a file, which would grow.
+    """Open a second connection to that store, so that a blocked call on the first one cannot delay it.
+
+    Return ``None`` for a ``FileStore``, whose file every write makes longer.
 
     Without it, a stalled rank does not get the state of the others.
     """
@@ -301,7 +303,7 @@ def memory_recorder() -> Any:
 
 
 def is_recording_memory() -> Any:
-    """Return the function that reports active recording. Without it, the same is missing."""
+    """Return the function that reports active recording. Without it, there are no lines and no largest batch."""
     return getattr(torch._C, "_cuda_isHistoryEnabled", None)
 
 

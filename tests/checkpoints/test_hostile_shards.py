@@ -162,7 +162,7 @@ def test_a_model_that_more_than_zero_has_split_is_refused(tmp_path: Path) -> Non
     name = "mp_rank_01_model_states.pt"
     folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, 1)
     (folder / "tag" / name).touch()
-    refuse_everywhere(folder, f"other parallelism than ZeRO \\({name}\\)")
+    refuse_everywhere(folder, f"parallelism other than ZeRO \\({name}\\)")
 
 
 def test_latest_names_a_folder_inside(tmp_path: Path) -> None:

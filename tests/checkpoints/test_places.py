@@ -118,7 +118,7 @@ def test_lists_and_pairs_are_searched(how: str, tmp_path: Path, capsys: pytest.C
 def test_weights_that_are_deeper_are_saved_alone(content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save(content, "a.pt")
-    with pytest.raises(BrokenCheckpointError, match="deeper than it is searched") as refusal:
+    with pytest.raises(BrokenCheckpointError, match="nested too deeply") as refusal:
         load_weights(net(), "a.pt")
     exec(str(refusal.value).partition("Save them alone: ")[2])
     assert has_loaded("weights.pt")

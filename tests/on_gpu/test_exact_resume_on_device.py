@@ -51,7 +51,7 @@ def train(folder: Path, seed: int, *more: Callback, ckpt: Any = None, determinis
     return [*model.state_dict().values(), torch.cuda.get_rng_state()]
 
 
-@pytest.mark.follows("Trainer(deterministic=True) ends that.")
+@pytest.mark.follows("Trainer(deterministic=True) prevents that.")
 def test_a_training_on_the_gpu_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with pytest.warns(UserWarning, match="Kernels on the GPU may round differently in each run"):

@@ -463,7 +463,7 @@ def stopped_and_resumed(
 HOOKS = ["on_train_batch_start", "on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end"]
 
 
-@pytest.mark.follows("To go on, start the same command with fit(..., ckpt_path={}).")
+@pytest.mark.follows("To continue, run the same command with fit(..., ckpt_path={}).")
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["", "accumulation"])
 def test_a_training_that_is_asked_to_stop_saves_and_goes_on(
@@ -603,7 +603,7 @@ def test_all_ranks_save_one_step_if_one_of_them_is_asked(tmp_path: Path) -> None
     step = random.randrange(4, 20)
     code, _, output = program(tmp_path / "killed", step, 1, signal.SIGTERM, ranks=2, workers=1)
     assert code == 128 + signal.SIGTERM, output
-    assert re.search(r"SIGTERM: saved step \d+ to .*last.ckpt in .* s. To go on, start the same command with ", output)
+    assert re.search(r"SIGTERM: saved step \d+ to .*last.ckpt in .* s. To continue, run the same command with ", output)
     _, found, output = program(tmp_path / "killed", ranks=2)
     assert found == expected, (step, output)
 
@@ -681,7 +681,7 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "step=5.ckpt")
     saved["callbacks"]["ExactResume"]["ranks"] *= 2
     torch.save(saved, tmp_path / "of_two.ckpt")
-    with pytest.raises(CheckpointMismatchError, match="was saved by 2 ranks, and this run has 1, which"):
+    with pytest.raises(CheckpointMismatchError, match="was saved by 2 ranks, but this run has 1, which"):
         train(tmp_path, validated(), 7, ckpt=tmp_path / "of_two.ckpt")
 
 
@@ -700,7 +700,7 @@ def test_a_checkpoint_of_an_epochs_end_repeats_no_batch(tmp_path: Path, recwarn:
     Trainer(callbacks=[saving], max_epochs=1, **options).fit(validated())
     train(tmp_path, validated(), 7, ckpt=saving.best_model_path)
     (said,) = [str(warning.message) for warning in recwarn if "was saved without it" in str(warning.message)]
-    assert said.endswith("so the random numbers are others.")
+    assert said.endswith("so the random numbers differ.")
 
 
 def test_lightning_alone_reads_the_checkpoint(tmp_path: Path) -> None:
@@ -731,7 +731,7 @@ INEXACT = {
     "Stream is iterable, so resuming reads and drops": lambda: Model(partial(plain, Stream)),
     "come in any order": lambda: Model(partial(plain, num_workers=1, in_order=False)),
     r"Cached\.rng is a random generator of its own": lambda: Model(partial(plain, Cached)),
-    "Own is no plain DataLoader and has no state_dict": lambda: Model(lambda: Own(Photos())),
+    "Own is not a plain DataLoader and has no state_dict": lambda: Model(lambda: Own(Photos())),
     r"Averaged\.on_train_batch_end runs after ModelCheckpoint": lambda: Averaged(plain),
 }
 

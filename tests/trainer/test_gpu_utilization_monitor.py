@@ -292,6 +292,6 @@ def test_a_second_callback_of_a_class_does_nothing_and_says_so(
     callback: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     twice = [callback(), callback(), GPUUtilizationMonitor()][: 2 if callback is GPUUtilizationMonitor else 3]
-    with pytest.warns(UserWarning, match=f"have 2 of {callback.__name__}, and only the first one acts"):
+    with pytest.warns(UserWarning, match=f"has 2 callbacks of type {callback.__name__}, and only the first is active"):
         train(tmp_path, *twice, limit_train_batches=3)
     assert capsys.readouterr().out.count("Verdict: ") == 1

@@ -64,7 +64,7 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     others = {name for name in names if FILES.fullmatch(name)} - {_WHOLE_MODEL, *model_names, *optimizer_names}
     if others:
         raise Fault(
-            f"is a DeepSpeed checkpoint with other parallelism than ZeRO ({printable(min(others))})",
+            f"is a DeepSpeed checkpoint with parallelism other than ZeRO ({printable(min(others))})",
             "Experts, pipeline stages and tensor-parallel parts can be joined only by the program that trained it.",
         )
     is_whole = _WHOLE_MODEL in names
@@ -134,7 +134,7 @@ def _join_stages_1_and_2(param_shapes: Sequence[Shapes], optimizers: Shards) -> 
     states = [shard.content[_OPTIMIZER] for shard in optimizers]
     if "zero_stage" not in states[0]:
         raise Fault(
-            "is by an optimizer of DeepSpeed whose partitions its zero_to_fp32.py does not read either",
+            "is from a DeepSpeed optimizer whose partitions zero_to_fp32.py cannot read either",
             f"The weights that it was trained with are in its {_WHOLE_MODEL}.",
         )
     paddings = states[0].get("param_alignment_paddings") or [[0] * len(shapes) for shapes in param_shapes]

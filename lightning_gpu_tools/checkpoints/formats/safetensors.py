@@ -59,13 +59,13 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         end = last
         numel = math.prod(shape)
         if numel * BYTES_OF_DTYPE[dtype] != last - first:
-            raise ValueError("another shape than its numbers")
+            raise ValueError("a shape that does not match its numbers")
         storage = StorageInfo(name, dtype, "cpu", numel)
         strides = (1, *itertools.accumulate(reversed(shape), operator.mul))[: len(shape)]
         content[name] = TensorInfo(dtype, shape, storage, 0, strides[::-1])
         places[name] = start + first
     if start + end != size_bytes:
-        raise ValueError("bytes that belong to nothing")
+        raise ValueError("bytes that belong to no tensor")
     return Structure(file, path, size_bytes, NAME, content, set(), {"cpu"}, places=places)
 
 
@@ -73,5 +73,5 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object; refuse a repeated name, for which most readers take the last value."""
     unique = dict(pairs)
     if len(unique) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a duplicate name")
     return unique

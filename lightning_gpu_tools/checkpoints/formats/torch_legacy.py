@@ -31,14 +31,14 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         named = set().union(*(reader.globals for reader in readers))
         storages = readers[3].storages
         if sorted(keys) != sorted(storages):
-            raise ValueError("other numbers than those that it describes")
+            raise ValueError("numbers other than those that it describes")
         place = data.tell()
         places = {}
         for key in keys:  # each storage comes after its length in 8 bytes
             storage = storages[key]
             places[key] = place + 8
             if struct.unpack_from("<q", data, place)[0] != storage.numel:
-                raise ValueError("a storage of another length")
+                raise ValueError("a storage whose length does not match")
             place += 8 + storage.size_bytes
     if place > size_bytes:
         raise ValueError("cut short")

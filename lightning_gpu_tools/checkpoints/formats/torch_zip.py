@@ -52,7 +52,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         numbers = records[f"data/{storage.key}"]
         # At most part of an element is left over.
         if not 0 <= numbers.size_bytes - storage.size_bytes < BYTES_OF_DTYPE[storage.dtype]:
-            raise ValueError("a record of another length than its storage")
+            raise ValueError("a record whose length does not match its storage")
         places[key] = numbers.start
     return Structure(
         file,
@@ -75,7 +75,7 @@ def _read_records(file: BinaryIO, size_bytes: int, entries: list[zipfile.ZipInfo
     names: set[str] = set()
     for entry in entries:
         if entry.filename.lower() in names or entry.flag_bits & _ENCRYPTED:
-            raise damaged(f"its record {printable(entry.filename)} is encrypted, or there twice")
+            raise damaged(f"its record {printable(entry.filename)} is encrypted or duplicated")
         names.add(entry.filename.lower())
         if entry.filename.startswith(root) and entry.compress_type == zipfile.ZIP_STORED and not entry.is_dir():
             name = entry.filename.removeprefix(root)
