@@ -58,7 +58,7 @@ assert gc.isenabled()
 """
 
 
-# A collection inside sys._current_frames() runs a finalizer that starts a thread, which needs the lock of that function.
+# A collection inside sys._current_frames() runs a finalizer that starts a thread, which needs the lock that it holds.
 STARTS_THREAD = """
 import gc, threading
 from lightning_gpu_tools.training.line_sampler import LineSampler

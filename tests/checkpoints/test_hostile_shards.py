@@ -126,7 +126,7 @@ def edit_file(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
         (2, "mp*", lambda c: c["param_shapes"][0].update(a=torch.Size([9, 9])), "do not describe a ZeRO"),
         (3, "*_0_*_m*", lambda c: c["module"].update(new=torch.zeros(0)), "no file has the numbers of new"),
         (2, "*_1_*", lambda c: c["optimizer_state_dict"].update(partition_count=4), "is from 4 ranks, but it has 2"),
-        (1, "*_0_*", lambda c: c["optimizer_state_dict"].pop("zero_stage"), "zero_to_fp32.py does not read"),
+        (1, "*_0_*", lambda c: c["optimizer_state_dict"].pop("zero_stage"), "zero_to_fp32.py cannot read"),
     ],
 )
 def test_deepspeeds_files_that_contradict_each_other_are_refused(

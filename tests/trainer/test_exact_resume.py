@@ -366,7 +366,7 @@ class SetInBoth(Curriculum):
 
 def test_a_hook_that_is_not_repeated_is_named(tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match="factor"):  # noqa: SIM117
-        with pytest.warns(UserWarning, match=r"Curriculum\.on_train_epoch_start does not .* in on_train_start, too"):
+        with pytest.warns(UserWarning, match=r"on_train_epoch_start does not .* also be set in on_train_start"):
             check(tmp_path, lambda: Curriculum(plain), [20])
     check(tmp_path / "both", lambda: SetInBoth(plain), [20])
 
