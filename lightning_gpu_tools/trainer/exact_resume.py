@@ -307,7 +307,7 @@ class _Run:
             again = f" The epoch begins again, and {seen} of its batches are seen twice."
             is_within = 0 < seen < trainer.num_training_batches
             yield (
-                f"{printable_path(trainer.ckpt_path)} was saved without ExactResume, so the random numbers differ."
+                f"{printable_path(trainer.ckpt_path)} was saved without it, so the random numbers differ."
                 f"{again if is_within else ''}"
             )
 

@@ -730,7 +730,7 @@ class Averaged(Model):
 INEXACT = {
     "Stream is iterable, so resuming reads and drops": lambda: Model(partial(plain, Stream)),
     "come in any order": lambda: Model(partial(plain, num_workers=1, in_order=False)),
-    r"Cached\.rng is a random generator of its own": lambda: Model(partial(plain, Cached)),
+    r"Cached\.rng is a separate random generator": lambda: Model(partial(plain, Cached)),
     "Own is not a plain DataLoader and has no state_dict": lambda: Model(lambda: Own(Photos())),
     r"Averaged\.on_train_batch_end runs after ModelCheckpoint": lambda: Averaged(plain),
 }
