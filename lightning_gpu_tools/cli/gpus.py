@@ -7,14 +7,14 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.gpus.readings import FOREIGN, GpuClaim, GpuProcess, GpuReading, folded_claims
+from lightning_gpu_tools.gpus.readings import FOREIGN, GpuClaim, GpuProcess, GpuReading, folded_claims, not_none
 from lightning_gpu_tools.processes import INIT
 from lightning_gpu_tools.selection import claims as all_claims
 from lightning_gpu_tools.selection import cuda
@@ -31,6 +31,7 @@ _MIN_AGE_S = 300.0  # our default: a process younger than five minutes may still
 _UTIL = 4  # the column
 _MIN_BUSY_PERCENT, _MIN_FULL_PERCENT = 10.0, 70.0  # our defaults, of colors alone
 _MAX_CLAIMS = 3  # our default: of a user, in a row
+_MAX_USERS = 40  # our default: in a table; one person can act as thousands of users (subuid(5))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,15 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "processes, claims, MIG instances, and why a GPU cannot be used. A process is idle if it is older than five "
         "minutes and has no recent GPU activity. An idle process is left over if its parent has exited. A claim is "
         "unused if it is older than five minutes and its user has no process on that GPU. Free MIG instances come "
-        "first, with one line for each kind. At most three claims of a user on a GPU are listed; others are counted."
+        "first, with one line for each kind. At most three claims of a user on a GPU are listed; others are counted. "
+        "With --by-user, show what each user uses and has claimed on all GPUs together; utilization adds up over GPUs."
     )
     parser.epilog = (
         "JSON: a list of the GPUs in PCI order with the fields of lightning_gpu_tools.types.GpuReading, in bytes and "
         "seconds since the epoch; null = not reported. Each GPU also has `effective_free_bytes` (free and not claimed) "
         "and `claims`, both null if claims cannot be read. Each claim has `user`, `pid`, `hostname`, `kind` (memory, "
         "whole or exclusive), `memory_bytes`, `since_s` and `is_unused`; `pid` is null unless it is certain, and "
-        "`hostname` if you may not read the claim. Each process also has `started_s`, `is_idle` and `is_left_over`."
+        "`hostname` if you may not read the claim. Each process also has `started_s`, `is_idle` and `is_left_over`. "
+        "With --by-user: `users`, those with most memory first, and `unknown_gpus`, whose processes cannot be read."
     )
+    parser.add_argument("--by-user", action="store_true", help="Show a row for each user instead of each GPU.")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     output.add_argument("--watch", action="store_true", help="Refresh the table until you press Ctrl-C.")
@@ -59,28 +63,30 @@ def run(args: argparse.Namespace) -> int:
     """Print the table or the JSON."""
     if args.json:
         gpus, claims = _read()
-        print(json.dumps([_as_json(gpu, claims) for gpu in gpus]))
+        found = _by_user(gpus, claims) if args.by_user else [_as_json(gpu, claims) for gpu in gpus]
+        print(json.dumps(found))
         return 0
     from rich.console import Console
 
     console = Console(file=sys.__stdout__, width=line_width())  # rich writes the escape sequences of colors itself
+    table = _user_table if args.by_user else _table
     if args.watch:
-        return _watch(console)
+        return _watch(console, table)
     gpus, claims = _read()
-    console.print(_table(gpus, claims) if gpus else "The NVIDIA driver lists no GPU.")
+    console.print(table(gpus, claims) if gpus else "The NVIDIA driver lists no GPU.")
     return 0
 
 
-def _watch(console: Any) -> int:
+def _watch(console: Any, table: Callable[..., Table]) -> int:
     from rich.live import Live
 
     from lightning_gpu_tools.gpus import nvml
 
-    with nvml.session(), Live(_table(*_read()), console=console, auto_refresh=False) as live:
+    with nvml.session(), Live(table(*_read()), console=console, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(_REFRESH_EVERY_S)
-                live.update(_table(*_read()), refresh=True)
+                live.update(table(*_read()), refresh=True)
         except KeyboardInterrupt:
             return 0
 
@@ -136,6 +142,67 @@ def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Tab
         cells = [Text(cell) for cell in row]  # Text, so that rich does not take a bracket in a name for markup
         cells[_UTIL].stylize(_load_color(row[_UTIL]))
         table.add_row(*cells)
+    return table
+
+
+def _by_user(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> dict[str, Any]:
+    """Return what each user uses and has claimed; processes that are not visible from here are of the user ``None``."""
+    places = [place for gpu in gpus for place in (gpu, *gpu.mig_instances)]
+    read = [place for place in places if not place.mig_instances]
+    used = [(gpu, process) for gpu in read for process in gpu.processes or ()]
+    claims_of: dict[str | None, list[GpuClaim]] = {process.user: [] for _, process in used}
+    for claim in claims or ():
+        claims_of.setdefault(claim.user, []).append(claim)
+    users: list[dict[str, Any]] = []
+    for user, own_claims in claims_of.items():
+        mine = [(gpu, process) for gpu, process in used if process.user == user]
+        claimed = [(place, claim) for place in places for claim in own_claims if claim.is_on(place.uuid)]
+        memory = not_none(process.memory_used_bytes for _, process in mine)
+        loads = not_none(process.utilization_percent for _, process in mine)
+        running = [(_state(one)["started_s"], one.pid, one.name) for _, one in mine if _state(one)["started_s"]]
+        facts = {
+            "user": user,
+            "gpus": [*dict.fromkeys(gpu.number for gpu, _ in mine)],
+            "memory_used_bytes": sum(memory) if memory or not mine else None,
+            "utilization_percent": sum(loads) if loads else None,
+            "claimed_gpus": None if claims is None else [*dict.fromkeys(place.number for place, _ in claimed)],
+            "claimed_memory_bytes": None if claims is None else sum(claim.memory_bytes or 0 for _, claim in claimed),
+            "longest_process": dict(zip(("started_s", "pid", "name"), min(running), strict=True)) if running else None,
+        }
+        users.append(facts)
+    users.sort(key=lambda one: (-(one["memory_used_bytes"] or 0), str(one["user"])))
+    return {"users": users, "unknown_gpus": [gpu.number for gpu in read if gpu.processes is None]}
+
+
+def _user_table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    def listed(numbers: Sequence[str] | None) -> str:
+        return "?" if numbers is None else f"{len(numbers)} ({', '.join(numbers)})" if numbers else ""
+
+    found = _by_user(gpus, claims)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption_justify="left")
+    for name in ("user", "GPUs", "memory", "util", "claimed", "longest process"):
+        table.add_column(name, justify="right" if name in ("memory", "util") else "left", overflow="fold")
+    for one in found["users"][:_MAX_USERS]:
+        load, longest, reserved = one["utilization_percent"], one["longest_process"], one["claimed_memory_bytes"]
+        since = "" if longest is None else format_duration(time.time() - longest["started_s"])
+        cells = (
+            "not visible from here" if one["user"] is None else printable(one["user"]),
+            listed(one["gpus"]),
+            _size(one["memory_used_bytes"]),
+            "?" if load is None and one["gpus"] else f"{load or 0:.0f}%",
+            listed(one["claimed_gpus"]) + (f", {format_bytes(reserved)}" if reserved else ""),
+            "" if longest is None else f"{printable(longest['name'] or '?')} (pid {longest['pid']}) for {since}",
+        )
+        table.add_row(*map(Text, cells))  # Text, so that rich does not take a bracket in a name for markup
+    left = len(found["users"]) - _MAX_USERS
+    notes = [f"and {left:,} more users"] if left > 0 else []
+    if found["unknown_gpus"]:
+        notes.append(f"processes that cannot be read: GPU {', '.join(found['unknown_gpus'])}")
+    table.caption = Text("; ".join(notes)) if notes else None
     return table
 
 

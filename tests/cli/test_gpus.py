@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from fake_driver import Driver, gpu, mig, process
 
@@ -178,6 +181,60 @@ def test_a_claim_whose_owner_runs_nothing_there_is_unused(
     assert [reading["claims"][0]["is_unused"] for reading in (used, unused)] == [False, True]
     assert main(["gpus"]) == 0
     assert "unused" in capfd.readouterr().out
+
+
+@pytest.mark.usefixtures("visible_pids")
+def test_each_user_has_a_row(driver: Driver, run_cli: RunCli, kernel_thread: int, left_process: int) -> None:
+    me = psutil.Process().username()
+    driver.gpus = [
+        gpu(processes=[process(memory="3GiB", sm=40), process(left_process, "1GiB", sm=30)]),
+        gpu(processes=[process(memory="2GiB", sm=90)]),
+        gpu(processes=[process(kernel_thread, "7GiB")]),
+        gpu(processes=None),
+    ]
+    with select_gpus(2, min_free="4GiB"):
+        found = json.loads(run_cli("gpus", "--by-user", "--json").stdout)
+        shown = run_cli("gpus", "--by-user").stdout
+    assert found["unknown_gpus"] == ["3"]
+    strangers, mine = found["users"]
+    assert strangers == {
+        "user": None,
+        "gpus": ["2"],
+        "memory_used_bytes": 7 * 2**30,
+        "utilization_percent": 0.0,
+        "claimed_gpus": [],
+        "claimed_memory_bytes": 0,
+        "longest_process": None,
+    }
+    longest = mine.pop("longest_process")
+    assert mine == {
+        "user": me,
+        "gpus": ["0", "1"],
+        "memory_used_bytes": 6 * 2**30,
+        "utilization_percent": 160.0,
+        "claimed_gpus": mine["claimed_gpus"],
+        "claimed_memory_bytes": 8 * 2**30,
+    }
+    assert len(mine["claimed_gpus"]) == 2
+    assert longest["pid"] == os.getpid()  # older than what the test started
+    rows = [" ".join(line.split()) for line in shown.splitlines()]
+    assert rows[3].startswith("not visible from here 1 (2) 7.00 GiB 0%")
+    assert rows[4].startswith(f"{me} 2 (0, 1) 6.00 GiB 160% 2 ({', '.join(mine['claimed_gpus'])}), 8.00 GiB")
+    assert f"(pid {os.getpid()}) for " in " ".join(rows)
+    assert "processes that cannot be read: GPU 3" in shown
+
+
+@pytest.mark.usefixtures("visible_pids")
+def test_users_are_many_and_hostile(driver: Driver, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = (SimpleNamespace(pw_name=f"\x1b[2J[red]{i}\nFORGED") for i in range(1000))
+    monkeypatch.setattr(pwd, "getpwuid", lambda user_id: next(entries))
+    driver.gpus = [gpu(processes=[process()]) for _ in range(45)]
+    shown = run_cli("gpus", "--by-user").stdout
+    assert r"\x1b[2J[red]0\nFORGED" in "".join(shown.split())
+    assert "\x1b" not in shown
+    assert "and 5 more users" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    assert len(json.loads(run_cli("gpus", "--by-user", "--json").stdout)["users"]) == 45
 
 
 def test_a_driver_without_gpus_is_named(driver: Driver, run_cli: RunCli, claims_dir: object) -> None:
