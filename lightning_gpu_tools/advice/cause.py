@@ -9,7 +9,6 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
-from lightning_gpu_tools.memory.readings import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 # The best machine on which a cause was found in a real run; "measurements": so far only in synthetic measurements.
@@ -64,8 +63,7 @@ class Cause(Generic[Facts]):
     # Of out-of-memory errors.
     is_on_host: bool = False  # it is also judged if the memory of the host was full
     is_last_resort: bool = False  # it is judged only if no other cause is found
-    # Returns its findings before memory is full, given the memory that grows.
-    find_early: Callable[[RunMeasurements, Sequence[MemoryGrowth]], Iterable[Finding]] | None = None
+    find_early: Callable[[RunMeasurements], Iterable[Finding]] | None = None  # its findings before memory is full
 
     @property
     def shapes(self) -> Sequence[Shape]:

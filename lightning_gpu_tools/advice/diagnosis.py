@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_gpu_tools.advice.cause import Cause, is_known
 from lightning_gpu_tools.advice.causes import STALL_CAUSES, TIME_CAUSES
@@ -18,10 +18,9 @@ from lightning_gpu_tools.advice.findings import (
 )
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_errors import early_warnings, explain_error
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, OutOfMemory
 from lightning_gpu_tools.advice.reasons import LeftOut, idle_percent, next_step, of_short_run, why, why_not
 from lightning_gpu_tools.advice.verdict import Judgment, by_gain, judge
-from lightning_gpu_tools.memory.readings import MemoryGrowth
+from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.stall_facts import StallFacts
@@ -33,7 +32,6 @@ def diagnose(
     run: RunMeasurements,
     *,
     searched: LoaderResult | None = None,
-    growth: Sequence[MemoryGrowth] = (),
     out_of_memory: OutOfMemory | None = None,
     failure: Failure | None = None,
     min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
@@ -62,9 +60,9 @@ def diagnose(
         reason, change = of_short_run(run, steady, steady_s, min_steps, min_seconds)
     else:
         reason, change = why(run, verdict, findings, judgment.left_out), next_step(verdict, findings)
-    warnings = early_warnings(run, () if out_of_memory else growth)
+    warnings = early_warnings(run if out_of_memory is None else replace(run, growth=()))
     if out_of_memory is not None:
-        of_memory, reason = explain_error(MemoryFacts(run, out_of_memory))
+        of_memory, reason = explain_error((run, out_of_memory))
         verdict, findings, change = "out_of_memory", [*of_memory, *findings][:_MAX_FINDINGS], of_memory[0].advice
         warnings = [one for one in warnings if one.cause not in {finding.cause for finding in of_memory}]
     elif warnings and not findings:

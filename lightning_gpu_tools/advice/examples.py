@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS
-from lightning_gpu_tools.advice.out_of_memory import (
-    MemoryFacts,
-    ModelSize,
-    OutOfMemory,
-    OutOfMemoryMessage,
-)
+from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.host import HostBudget
+from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
 from lightning_gpu_tools.memory.readings import (
     Block,
     MemoryHoldings,
@@ -26,6 +22,7 @@ from lightning_gpu_tools.memory.readings import (
 from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
+    HeldContext,
     IdleTimes,
     LoaderSettings,
     RankStep,
@@ -229,31 +226,37 @@ def an_error(
     allocated: int = 22 * GIB,
     cached: int = 0,
     free: int = 10 * MIB,
-    others: Mapping[int, int] = {},
     allowed: int | None = None,
     **known: Any,
 ) -> OutOfMemory:
     """Return an error of torch on a GPU of 24 GiB, where forward could not allocate ``requested`` bytes."""
-    message = OutOfMemoryMessage(
-        source="allocator",
-        name="torch",
+    reserved = allocated + cached
+    reading = MemoryReading(
+        allocated_bytes=allocated,
+        peak_allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        peak_reserved_bytes=reserved,
+    )
+    usual = {
+        "reading": reading,
+        "phase": "training_step/forward",
+        "step": 12,
+        "uuid": "GPU-0",
+        "model": MemoryHoldings(parameters_bytes=2 * GIB, gradients_bytes=2 * GIB, optimizer_bytes=3 * GIB),
+        "fusible": ("AdamW",),
+    }
+    return OutOfMemory(
         requested_bytes=requested,
         total_bytes=24 * GIB,
         free_bytes=free,
-        allocated_bytes=allocated,
-        cached_bytes=cached,
-        others_bytes=others,
         allowed_bytes=allowed,
-    )
-    model = ModelSize(parameters_bytes=2 * GIB, gradients_bytes=2 * GIB, optimizer_bytes=3 * GIB, fusible=("AdamW",))
-    return OutOfMemory(
-        **{"message": message, "phase": "training_step/forward", "step": 12, "uuid": "GPU-0", "model": model, **known}
+        **{**usual, **known},
     )
 
 
-def failed(**options: Any) -> MemoryFacts:
-    """Return the facts of a run that ended with such an error on this GPU."""
-    return MemoryFacts(gpu_run(STEP, 95.0), an_error(**options))
+def failed(*, contexts: Sequence[HeldContext] = (), **options: Any) -> MemoryFacts:
+    """Return the same error of a run on this GPU, whose ranks have these CUDA contexts."""
+    return gpu_run(STEP, 95.0, contexts=tuple(contexts)), an_error(**options)
 
 
 STEPS_OF_64 = counted_steps(64, 8 * GIB, 18 * GIB)

@@ -197,12 +197,13 @@ class MemoryCounters:
             if self._recorded and self._recorded[-1].step == self._last.step:
                 self._recorded[-1] = dataclasses.replace(self._recorded[-1], batch_shape=self._batch_shape)
 
-    def note_failure(self, kept_bytes: float | None, allocated_bytes: float | None) -> None:
-        """Record the bytes in tensors when memory ran out, and when the last step before it began."""
+    def note_failure(self, kept_bytes: int | None, when_it_failed: MemoryReading | None) -> None:
+        """Record the counters when memory ran out, and the bytes in tensors when the last step before it began."""
         if self._before is not None:
-            self._kept_bytes = int(kept_bytes or 0)
+            self._kept_bytes = kept_bytes or 0
             self._do(self._read, "training")
-            self._peaks["training"] = max(self._peaks.get("training", 0), int(allocated_bytes or 0))
+            if when_it_failed is not None:
+                self._peaks["training"] = max(self._peaks.get("training", 0), when_it_failed.allocated_bytes)
 
     def _do(self, action: _Function, *args: Any) -> None:
         if self.failure is None:

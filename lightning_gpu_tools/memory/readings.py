@@ -89,6 +89,11 @@ class MemoryHoldings:
     workspaces_bytes: int = 0  # of cuBLAS, allocated by torch for each of its handles and streams
 
     @property
+    def model_bytes(self) -> int:
+        """The model with its gradients and optimizer states."""
+        return self.parameters_bytes + self.buffers_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
     def between_steps_bytes(self) -> int:
         """The part that remains between two steps."""
         return (

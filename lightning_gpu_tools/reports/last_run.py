@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount
-from lightning_gpu_tools.advice.memory_remedies import MARGIN
-from lightning_gpu_tools.advice.out_of_memory import CONTEXT_BYTES, CUDA_CONTEXT_BYTES
+from lightning_gpu_tools.advice.out_of_memory import CONTEXT_BYTES, CUDA_CONTEXT_BYTES, MARGIN
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.report import COMPLETED, FILE_NAME, RUNNING, Report
 from lightning_gpu_tools.reports.report_file import find_reports, load_report

@@ -9,19 +9,21 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from lightning_gpu_tools.advice.failures import Failure
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import place_of
 from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape
 from lightning_gpu_tools.memory.blocks import MemoryRecorder, by_line, live_blocks
 from lightning_gpu_tools.memory.counters import read_memory
-from lightning_gpu_tools.memory.readings import MemoryLine, MemoryReading
+from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
+from lightning_gpu_tools.memory.readings import MemoryReading
 from lightning_gpu_tools.reports.report import COMPLETED
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training import compat
@@ -33,15 +35,6 @@ _MAX_POINTS = 200
 _RECORDED_BATCHES = 3  # of each validation, whose blocks are recorded with their lines
 
 
-class AllocatorFailure(NamedTuple):
-    """A failure of torch's allocator."""
-
-    phase: str  # by the clock
-    grad_enabled: bool | None  # in the allocating thread; None if unknown
-    reading: MemoryReading | None
-    lines: tuple[MemoryLine, ...] = ()  # of the blocks in use that were recorded
-
-
 class Ending:
     """The end of training: its outcome, the last failure of torch's allocator, and the batch in use."""
 
@@ -50,7 +43,7 @@ class Ending:
         self.outcome = COMPLETED
         self.failure: Failure | None = None  # if known beyond the error
         self.out_of_memory: OutOfMemory | None = None  # if it ended training
-        self.last: AllocatorFailure | None = None
+        self.last: OutOfMemory | None = None  # of torch's allocator: what is known in its thread
         self.batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch in use
         self.batch_bytes = 0  # on the GPU, of the last batch at whose start the bytes in tensors were read
         self.next_step = math.inf if run.gpu is None else 0.0  # the next one to read at its start
@@ -139,11 +132,13 @@ class Ending:
         """Record a failure, in the allocating thread and without the allocator's lock."""
         assert self._gpu is not None
         self._count += 1
-        self.last = AllocatorFailure(self.clock.current.phase, torch.is_grad_enabled(), self.counted())
+        self.last = OutOfMemory(
+            phase=self.clock.current.phase, grad_enabled=torch.is_grad_enabled(), reading=self.counted()
+        )
         if self._count.bit_count() == 1:  # a program may catch one in every step
             usual = self.usual()
             blocks = (one for one in live_blocks(self._gpu) if one.stack and one.address not in usual)
-            self.last = self.last._replace(lines=by_line(blocks))
+            self.last = replace(self.last, lines=by_line(blocks))
 
     @property
     def kills(self) -> int:
@@ -158,7 +153,7 @@ class Ending:
         # A run that was asked to stop says how it ended.
         self.outcome = getattr(error, "outcome", "") or f"stopped by {type(error).__name__} at step {step}"
         if out_of_memory is not None:
-            self.outcome = f"out of memory in {out_of_memory.place} at step {step}"
+            self.outcome = f"out of memory in {place_of(out_of_memory)} at step {step}"
         elif failure is not None:
             self.outcome += f": {failure.what}"
         if failure is not None and hasattr(error, "add_note"):  # Python 3.11
@@ -167,7 +162,7 @@ class Ending:
     @property
     def allocator_failures(self) -> int:
         """The number of allocator failures on this rank after which training continued."""
-        has_ended = self.out_of_memory is not None and self.out_of_memory.message.source == "allocator"
+        has_ended = self.out_of_memory is not None and self.out_of_memory.source == "allocator"
         return max(0, self._count - has_ended)
 
 

@@ -7,27 +7,25 @@ import signal
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from lightning_gpu_tools.advice.failures import WorkerExit
 from lightning_gpu_tools.advice.lines import is_of_program
-from lightning_gpu_tools.advice.out_of_memory import (
-    LOADING_CHECKPOINT,
-    SETUP,
-    ModelSize,
-    OutOfMemory,
-    OutOfMemoryMessage,
-    is_out_of_memory,
-    out_of_memory,
-)
+from lightning_gpu_tools.advice.out_of_memory import is_out_of_memory
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.memory.holdings import count_holdings
-from lightning_gpu_tools.memory.readings import MemoryGrowth, MemoryLine, MemoryReading, RankMemory
+from lightning_gpu_tools.memory.out_of_memory import (
+    LOADING_CHECKPOINT,
+    SETUP,
+    OutOfMemory,
+    largest_first,
+    out_of_memory,
+)
+from lightning_gpu_tools.memory.readings import MemoryHoldings, MemoryLine, MemoryReading, RankMemory
 from lightning_gpu_tools.processes import INIT, process_stat
-from lightning_gpu_tools.runs.ending import AllocatorFailure, Ending
+from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.run_gpus import gpu_readings
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
@@ -49,74 +47,85 @@ _FUNCTIONS = {
 }
 
 
-def message_of(error: BaseException, exits: Sequence[WorkerExit]) -> OutOfMemoryMessage | None:
-    """Return the out-of-memory message of an error, or one for workers that the kernel killed."""
+def message_of(error: BaseException, exits: Sequence[WorkerExit]) -> OutOfMemory | None:
+    """Return what the text of an error says about memory, or that the kernel killed workers."""
     message = out_of_memory(error)
     killed = tuple(one.pid for one in exits if one.exitcode == -signal.SIGKILL)
     if killed and (message is None or message.source == "host"):
-        return OutOfMemoryMessage(source="host", name="the program", is_certain=False, workers=killed)
+        return OutOfMemory(source="host", name="the program", is_certain=False, workers=killed)
     return message
 
 
-def out_of_memory_facts(
-    message: OutOfMemoryMessage,
+def with_facts(
+    message: OutOfMemory,
     error: BaseException,
     step: int,
     *,
     ending: Ending,
     memory: RankMemory | None,
-    growth: tuple[MemoryGrowth, ...],
     recorder: RunRecorder | None,
     kills: int,
 ) -> OutOfMemory | None:
-    """Return the facts about an out-of-memory error; ``None`` if the message has another meaning here.
+    """Return the message of an error with the other facts at that time; ``None`` if it has another meaning here.
 
-    ``recorder`` has the other facts, once training has begun.
+    ``recorder`` has facts about the run, once training has begun.
     """
-    run, clock, phase = ending.run, ending.clock, UNEXPLAINED
-    counted: dict[str, Any] = {}
-    if run.gpu is not None:
-        failure = ending.last if message.source == "allocator" else None
-        if failure is None:
-            failure = AllocatorFailure(UNEXPLAINED, None, _when_it_failed(ending.counted(), message))
-        phase = failure.phase if clock.ran else UNEXPLAINED
-        counted = {
-            "reading": failure.reading,
-            "grad_enabled": failure.grad_enabled,
-            "batch_shape": ending.batch_shape,
-            "batch_bytes": ending.batch_bytes,
-            "usual_items": None if recorder is None else recorder.usual_batch_items,
-            "begins": ending.begins.points(),
-            "validation_begins": ending.validation_begins.points(),
-            "lines": failure.lines,
-        }
-    if phase == UNEXPLAINED:
-        phase = _phase_of(error) or (clock.current.phase if clock.ran else SETUP)
-    found = OutOfMemory(
-        message=message,
-        phase=phase,
+    run, clock = ending.run, ending.clock
+    found = replace(
+        message,
         step=step,
         rank=run.place.rank,
         memory=memory,
         is_sharded=run.place.world_size > 1 and not run.is_plain_ddp,
-        growth=growth,
         oom_kills=kills,
-        asked=_requesting_line(error, message.requested_bytes or 0),
-        **counted,
+        asked=_requesting_line(error, message.requested_bytes),
     )
+    if run.gpu is not None:
+        failure = ending.last if message.source == "allocator" else None
+        if failure is None:
+            found = replace(found, reading=_when_it_failed(ending.counted(), message.reading))
+        else:
+            found = replace(
+                found,
+                phase=failure.phase if clock.ran else UNEXPLAINED,
+                reading=failure.reading or message.reading,
+                grad_enabled=failure.grad_enabled,
+                lines=failure.lines,
+            )
+        found = replace(
+            found,
+            batch_shape=ending.batch_shape,
+            batch_bytes=ending.batch_bytes,
+            usual_items=None if recorder is None else recorder.usual_batch_items,
+            begins=ending.begins.points(),
+            validation_begins=ending.validation_begins.points(),
+        )
+    if found.phase == UNEXPLAINED:
+        found = replace(found, phase=_phase_of(error) or (clock.current.phase if clock.ran else SETUP))
     if message.source != "host" and run.gpu is not None:
-        found = replace(_with_gpus(found, recorder, run), allocator=_allocator_settings())
-        found = replace(found, model=_model_size(run, memory, found.is_sharded))
+        found = replace(
+            _with_gpus(found, recorder, run),
+            allocator=_allocator_settings(),
+            model=_model_size(run, memory, found.is_sharded),
+            # Those that would benefit much from their fused kernel, unlike SGD.
+            fusible=tuple(
+                type(one).__name__
+                for one in run.optimizers
+                if isinstance(one, (torch.optim.Adam, torch.optim.AdamW)) and not one.defaults["fused"]
+            ),
+        )
     return found if is_out_of_memory(found) else None
 
 
-def _when_it_failed(now: MemoryReading | None, message: OutOfMemoryMessage) -> MemoryReading | None:
+def _when_it_failed(now: MemoryReading | None, in_message: MemoryReading | None) -> MemoryReading | None:
     """Return a reading after an error with the sizes in its message, because many tensors may be free again."""
-    if now is None or message.allocated_bytes is None:
-        return now
-    cached = message.cached_bytes
-    reserved = now.reserved_bytes if cached is None else message.allocated_bytes + cached
-    return replace(now, allocated_bytes=message.allocated_bytes, reserved_bytes=reserved)
+    if now is None or in_message is None:
+        return now or in_message
+    allocated, reserved = in_message.allocated_bytes, in_message.reserved_bytes
+    # A message without the size of the cache does not say what was reserved.
+    return replace(
+        now, allocated_bytes=allocated, reserved_bytes=reserved if reserved > allocated else now.reserved_bytes
+    )
 
 
 def _allocator_settings() -> str:
@@ -152,23 +161,37 @@ def _requesting_line(error: BaseException, requested_bytes: int) -> MemoryLine |
 
 
 def _with_gpus(found: OutOfMemory, recorder: RunRecorder | None, run: Run) -> OutOfMemory:
+    """Return the same error with what the driver reports of the GPUs now."""
     assert run.gpu is not None
     (own,) = gpu_readings([run.gpu])
     found = replace(found, uuid=own.uuid)
     try:
         from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
-        found = replace(found, gpus=whole_or_instances(nvml.read_gpus(limit_s=limits.LIMIT_S)))
+        gpus = whole_or_instances(nvml.read_gpus(limit_s=limits.LIMIT_S))
     except NvmlUnavailableError:
         return found
-    listed = (found.gpu.processes if found.gpu is not None else None) or ()
+    found = replace(found, gpus=gpus)
+    gpu = next((gpu for gpu in gpus if gpu.uuid is not None and gpu.uuid == own.uuid), None)
+    if gpu is None:
+        return found
+    listed = gpu.processes or ()
+    foreign = {one.pid for one in listed if one.is_foreign}
+    found = replace(
+        found,
+        total_bytes=found.total_bytes or gpu.memory_total_bytes,
+        free_bytes=gpu.memory_free_bytes if found.free_bytes is None else found.free_bytes,
+        others=tuple(one._replace(is_foreign=one.pid in foreign) for one in found.others),
+    )
     job_pids, watch = None, None
     if recorder is not None:
         recorder.ranks.exchange.read_node()
         job_pids, watch = recorder.ranks.pids_on_node(), recorder.gpus.watch
-    if job_pids is None or not nvml.pids_are_ours() or any(one.is_foreign for one in listed):
+    if not listed or job_pids is None or not nvml.pids_are_ours() or foreign:
         return found
-    found = replace(found, pid=os.getpid())
+    own_bytes = sum(one.memory_used_bytes or 0 for one in listed if one.pid == os.getpid())
+    others = largest_first(one for one in listed if one.pid != os.getpid())
+    found = replace(found, own_bytes=found.own_bytes or own_bytes or None, others=others)
     if watch is None:
         return found
     windows = watch.trained_on()
@@ -178,23 +201,16 @@ def _with_gpus(found: OutOfMemory, recorder: RunRecorder | None, run: Run) -> Ou
     return replace(found, orphans=orphans)
 
 
-def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelSize:
+def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> MemoryHoldings:
     """Return a model's memory without its batch, including gradients and states that do not exist yet."""
     held = memory.holdings if memory is not None and memory.holdings is not None else count_holdings(run)
     trained = [weight for one in run.optimizers for group in one.param_groups for weight in group["params"]]
     here = [weight.nbytes for weight in trained if weight.requires_grad and weight.device == run.device]
     trained_bytes = held.parameters_bytes if is_sharded else sum(here)  # a sharded weight reports the size of the whole
-    copies = copies_per_weight(run.optimizers)
-    return ModelSize(
-        parameters_bytes=held.parameters_bytes + held.buffers_bytes,
+    return replace(
+        held,
         gradients_bytes=max(held.gradients_bytes, trained_bytes),
-        optimizer_bytes=max(held.optimizer_bytes, copies * trained_bytes),
-        # Those that would benefit much from their fused kernel, unlike SGD.
-        fusible=tuple(
-            type(one).__name__
-            for one in run.optimizers
-            if isinstance(one, (torch.optim.Adam, torch.optim.AdamW)) and not one.defaults["fused"]
-        ),
+        optimizer_bytes=max(held.optimizer_bytes, copies_per_weight(run.optimizers) * trained_bytes),
     )
 
 

@@ -291,6 +291,7 @@ class RunRecorder:
             compute_capability=self.gpus.compute_capability(),
             gpu_idle=read("the GPU's idle time", clock.gpu_idle, None),
             memory=self.own_memory(),
+            growth=tuple(self.history.alarms),
             watched=clock.watched_steps(),
             replays_per_step=clock.replays / max(1, clock.steps),
             recompiled=read("the compilations of torch.compile", self.compilations.facts, None),

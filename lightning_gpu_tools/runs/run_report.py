@@ -71,17 +71,16 @@ def conclude(session: Session, measured: RunMeasurements | None = None) -> Diagn
     if session.recorder is None or session.diagnosis is not None:
         return session.diagnosis
     measured = measured or session.recorder.measurements()
-    history, finished = session.recorder.history, session.has_finished
-    oom = session.ending.out_of_memory  # still without contexts: those of other ranks may arrive later
+    if session.has_finished or session.ending.out_of_memory is not None:
+        measured = dataclasses.replace(measured, growth=session.recorder.history.growth())
     diagnosis = diagnose(
         measured,
         searched=session.loader_result,
-        growth=history.growth() if finished else history.alarms,
-        out_of_memory=None if oom is None else dataclasses.replace(oom, contexts=measured.contexts),
+        out_of_memory=session.ending.out_of_memory,
         failure=session.ending.failure,
         **session.thresholds,
     )
-    if finished:
+    if session.has_finished:
         session.diagnosis = diagnosis
     return diagnosis
 

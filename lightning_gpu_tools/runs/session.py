@@ -8,18 +8,20 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_errors import early_warnings
+from lightning_gpu_tools.advice.out_of_memory import begin_bytes
 from lightning_gpu_tools.gpus import sampler
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import COMPLETED
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.failures import failure_of, worker_exits
-from lightning_gpu_tools.runs.out_of_memory import message_of, out_of_memory_facts
+from lightning_gpu_tools.runs.out_of_memory import message_of, with_facts
 from lightning_gpu_tools.runs.run import Run, Timer
 from lightning_gpu_tools.runs.run_gpus import open_gpus
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
@@ -254,7 +256,7 @@ class Session:
             self._next_check_of_contexts = 2 * self.clock.steps
             has_strays = any(not context.is_own for context in recorder.contexts())
         if alarms or has_strays:
-            self.warn(*(finding.advice for finding in early_warnings(recorder.measurements(), alarms)))
+            self.warn(*(finding.advice for finding in early_warnings(replace(recorder.measurements(), growth=alarms))))
 
     def _log_metrics(self, metrics: Mapping[str, float], troubles: Sequence[str], step: int) -> None:
         self.warn(*troubles)
@@ -287,19 +289,18 @@ class Session:
                 self.begin()  # the error may have been raised before training began
             found = None
             if message is not None:
-                found = out_of_memory_facts(
+                found = with_facts(
                     message,
                     error,
                     step,
                     ending=ending,
                     memory=None if self.timer.memory is None else self.timer.memory.facts(),
-                    growth=() if self.recorder is None else self.recorder.history.growth(),
                     recorder=self.recorder,
                     kills=kills,
                 )
             ending.note_error(error, step, failure, found)
             if found is not None and self.timer.memory is not None:
-                self.timer.memory.note_failure(found.begin_bytes, found.allocated_bytes)
+                self.timer.memory.note_failure(begin_bytes(found), found.reading)
         return ending.outcome
 
     def finish(self, timeout_s: float) -> None:

@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
-from lightning_gpu_tools.advice.out_of_memory import out_of_memory
 from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored, is_of_dead_worker
+from lightning_gpu_tools.memory.out_of_memory import out_of_memory
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
 from lightning_gpu_tools.runs.run_report import (

@@ -14,7 +14,7 @@ from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.training.storage import Storage
 
 if TYPE_CHECKING:
-    from lightning_gpu_tools.memory.readings import RankMemory
+    from lightning_gpu_tools.memory.readings import MemoryGrowth, RankMemory
 
 # What a Trainer does: its method, and in words. A loop without a Trainer is "fit".
 Stage = Literal["fit", "validate", "test", "predict"]
@@ -337,6 +337,7 @@ class RunMeasurements:
     compute_capability: tuple[int, int] | None = None
     gpu_idle: IdleTimes | None = None
     memory: RankMemory | None = None
+    growth: Sequence[MemoryGrowth] = ()
     watched: WatchedSteps | None = None
     replays_per_step: float = 0.0  # of CUDA graphs
     recompiled: tuple[Recompiled, ...] | None = None  # most time first; None without torch.compile

@@ -11,9 +11,6 @@ import pytest
 
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES, memory, stalls, time
 from lightning_gpu_tools.advice.diagnosis import diagnose, explain_stall
-from lightning_gpu_tools.advice.examples import STEP, gpu_run
-
-TRAINING = gpu_run(STEP, 95.0)
 
 
 @pytest.mark.parametrize(("folder", "known"), [(time, TIME_CAUSES), (memory, MEMORY_CAUSES), (stalls, STALL_CAUSES)])
@@ -48,9 +45,9 @@ def test_a_cause_is_not_judged_without_what_it_needs(name: str) -> None:
 
 @pytest.mark.parametrize("name", MEMORY_CAUSES)
 def test_an_error_with_the_cause_has_it_first_and_a_similar_one_has_not(name: str) -> None:
-    cause = MEMORY_CAUSES[name]
-    assert diagnose(TRAINING, out_of_memory=cause.sick.oom).findings[0].cause == name
-    assert name not in {finding.cause for finding in diagnose(TRAINING, out_of_memory=cause.healthy.oom).findings}
+    (sick, error), (healthy, similar) = MEMORY_CAUSES[name].sick, MEMORY_CAUSES[name].healthy
+    assert diagnose(sick, out_of_memory=error).findings[0].cause == name
+    assert name not in {finding.cause for finding in diagnose(healthy, out_of_memory=similar).findings}
 
 
 @pytest.mark.parametrize("name", STALL_CAUSES)

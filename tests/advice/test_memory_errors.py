@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from out_of_memory_texts import GIB, MIB, torch_text
 
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemoryMessage, out_of_memory, parse
+from lightning_gpu_tools.gpus.readings import GpuProcess
+from lightning_gpu_tools.memory.out_of_memory import OutOfMemory, out_of_memory, parse
+from lightning_gpu_tools.memory.readings import MemoryReading
 
 HINT = " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 # The Tesla T4 of many bug reports.
@@ -22,19 +24,29 @@ WHOLE = (
 )
 
 
+def held(allocated: int, cached: int = 0) -> MemoryReading:
+    """Return what a message says of torch's memory."""
+    reserved = allocated + cached
+    return MemoryReading(
+        allocated_bytes=allocated,
+        peak_allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        peak_reserved_bytes=reserved,
+    )
+
+
 def test_every_field_of_torchs_message_is_read() -> None:
-    assert parse(WHOLE) == OutOfMemoryMessage(
+    assert parse(WHOLE) == OutOfMemory(
         source="allocator",
         name="torch",
         requested_bytes=20 * MIB,
         total_bytes=int(14.75 * GIB),
         free_bytes=int(11.06 * MIB),
         own_bytes=int(13.22 * GIB),
-        others_bytes={2054: int(1.5 * GIB)},
+        others=(GpuProcess(pid=2054, memory_used_bytes=int(1.5 * GIB)),),
         allowed_bytes=13 * GIB,
-        allocated_bytes=int(12.5 * GIB),
         graph_pool_bytes=GIB,
-        cached_bytes=256 * MIB,
+        reading=held(int(12.5 * GIB), 256 * MIB),
     )
 
 
@@ -50,10 +62,12 @@ def test_sizes_that_torch_writes_are_read(four: list[int], process_bytes: int | 
     listed = {**others, 2**23: own} if process_bytes is None else others
     found = parse(torch_text(requested, 200 * GIB, free, allocated, cached, process_bytes, listed))
     assert found is not None
-    read = (found.requested_bytes, found.free_bytes, found.allocated_bytes, found.cached_bytes)
+    assert found.reading is not None
+    in_tensors, reserved = found.reading.allocated_bytes, found.reading.reserved_bytes
+    read = (found.requested_bytes, found.free_bytes, in_tensors, reserved - in_tensors)
     for value, true in zip(read, four, strict=True):
         assert value == pytest.approx(true, rel=0.006, abs=1024)  # two decimals
-    assert set(found.others_bytes) == set(others) or allocated + cached < 1024
+    assert {one.pid for one in found.others} == set(others) or allocated + cached < 1024
 
 
 MESSAGES = {
@@ -61,7 +75,7 @@ MESSAGES = {
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 8.00 GiB of which 0 bytes "
         "is free. Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use. Of the "
         "allocated memory 9.00 GiB is allocated by PyTorch, and 512 bytes is reserved by PyTorch but unallocated.",
-        {"free_bytes": 0, "allocated_bytes": 9 * GIB, "cached_bytes": 512, "others_bytes": {}},
+        {"free_bytes": 0, "reading": held(9 * GIB, 512), "others": ()},
     ),
     "ROCm": ("HIP out of memory. Tried to allocate 1.00 GiB. GPU 0 has a", {"requested_bytes": GIB}),
     "cudaMallocAsync": (
@@ -73,7 +87,7 @@ MESSAGES = {
             "requested_bytes": 640 * MIB,
             "total_bytes": 12 * GIB,
             "free_bytes": 7 * MIB,
-            "allocated_bytes": int(9.5 * GIB),
+            "reading": held(int(9.5 * GIB)),
             "allowed_bytes": 6 * GIB,
         },
     ),

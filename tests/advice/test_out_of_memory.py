@@ -14,8 +14,9 @@ from out_of_memory_texts import torch_text
 from lightning_gpu_tools.advice import examples
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import FLAT, GIB, GROWING, MIB, an_error, counted_steps, gpu_run
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage, is_out_of_memory, parse
+from lightning_gpu_tools.advice.out_of_memory import is_out_of_memory
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
+from lightning_gpu_tools.memory.out_of_memory import OutOfMemory, parse
 from lightning_gpu_tools.memory.readings import (
     Block,
     MemoryGrowth,
@@ -28,11 +29,10 @@ RUN = gpu_run({"training_step": 50.0}, 95.0, loader=LOADER)
 FREE_GPU = GpuReading(index=3, uuid="GPU-3", memory_total_bytes=80 * GIB, memory_free_bytes=79 * GIB)
 
 
-def this_gpu(*processes: GpuProcess) -> GpuReading:
-    return GpuReading(index=0, uuid="GPU-0", memory_total_bytes=24 * GIB, memory_free_bytes=0, processes=processes)
+THIS_GPU = GpuReading(index=0, uuid="GPU-0", memory_total_bytes=24 * GIB, memory_free_bytes=0)
 
 
-def parsed(text: str) -> OutOfMemoryMessage:
+def parsed(text: str) -> OutOfMemory:
     message = parse(text)
     assert message is not None
     return message
@@ -83,7 +83,7 @@ ERRORS = {
         "In one piece, it would be enough, together with the 1.00 GiB that are free.",
     ),
     "a cap to raise": (
-        {**CAPPED, "gpus": (this_gpu(), FREE_GPU)},
+        {**CAPPED, "gpus": (THIS_GPU, FREE_GPU)},
         "batch_too_large",
         "A limit allows torch 10.1 GiB, but 12.0 GiB of 24.0 GiB are free. Raise it: torch.cuda.set_per_process",
     ),
@@ -99,7 +99,7 @@ ERRORS = {
         "WeightAveraging takes more than 14.2 GiB, in addition to the memory at the start of a step",
     ),
     "the optimizer's states": (
-        {"phase": "training_step/optimizer", "begins": FLAT[:1], "gpus": (this_gpu(), FREE_GPU)},
+        {"phase": "training_step/optimizer", "begins": FLAT[:1], "gpus": (THIS_GPU, FREE_GPU)},
         "optimizer_too_large",
         "FSDP over 2 GPUs needs 3.50 GiB instead of 7.00 GiB on each",
     ),
@@ -121,7 +121,7 @@ ERRORS = {
     "others that came later": (larger_batch(23 * GIB), "other_processes", "11.0 GiB belong to processes that are not"),
     "others that were there before": (larger_batch(12.1 * GIB), "batch_too_large", "takes more than 4.20 GiB"),
     "others from the beginning": (
-        {"others": {9: 6 * GIB}, "gpus": (this_gpu(ANN),), "pid": 1},
+        {"others": (ANN,)},
         "other_processes",
         "process 9 (train.py) of ann holds 6.00 GiB",
     ),
@@ -163,7 +163,9 @@ def test_a_first_step_that_fitted_is_no_proof() -> None:
     assert cause == "batch_too_large"
     assert "The first step fit because it had no optimizer states and no old gradients, which take 5.00 GiB." in text
     assert re.search(r"\b\d+ fit, based on measured memory", text)
-    crowded = an_error(memory=memory, begins=FLAT[:2], step=1, allocated=6 * GIB, others={999: 17 * GIB}, **USUAL)
+    crowded = an_error(
+        memory=memory, begins=FLAT[:2], step=1, allocated=6 * GIB, others=(GpuProcess(999, 17 * GIB),), **USUAL
+    )
     assert said(crowded)[0] == "other_processes"
 
 
@@ -173,8 +175,8 @@ def test_others_that_nobody_lists_are_seen_by_what_is_missing() -> None:
     assert cause == "other_processes"
     hidden = "14.0 GiB belong to processes that are not visible from here (in another container, or another user's)."
     assert hidden in text
-    known = dataclasses.replace(oom.message, own_bytes=24 * GIB - 10 * MIB)  # this one's, beside torch
-    assert said(dataclasses.replace(oom, message=known))[0] == "batch_too_large"
+    known = dataclasses.replace(oom, own_bytes=24 * GIB - 10 * MIB)  # this one's, beside torch
+    assert said(known)[0] == "batch_too_large"
 
 
 def test_remedies_at_the_same_batch_size_have_numbers() -> None:
@@ -241,9 +243,7 @@ def test_the_step_and_the_lines_that_hold_the_memory_are_named(options: dict[str
 def test_a_message_with_two_meanings_counts_if_memory_is_short(
     text: str, free: int | None, oom_kills: int, is_one: bool
 ) -> None:
-    message = parsed(text)
-    gpu = this_gpu()._replace(memory_free_bytes=free)
-    oom = OutOfMemory(message=message, phase="forward", step=1, uuid="GPU-0", gpus=(gpu,), oom_kills=oom_kills)
+    oom = dataclasses.replace(parsed(text), total_bytes=24 * GIB, free_bytes=free, oom_kills=oom_kills)
     assert is_out_of_memory(oom) is is_one
 
 
@@ -251,11 +251,11 @@ WORKERS = MemoryGrowth(whose="workers", bytes_per_s=2**20, grown_bytes=20 * GIB,
 
 
 def test_growing_memory_is_what_to_do_next_where_nothing_else_is() -> None:
-    busy = diagnose(RUN, growth=[WORKERS])
+    busy = diagnose(dataclasses.replace(RUN, growth=[WORKERS]))
     assert busy.verdict == "healthy"
     assert busy.next_step == busy.findings[-1].advice
     assert busy.next_step.startswith("Memory of the DataLoader's workers grows steadily, by 60.0 MiB per minute; at")
-    slow = diagnose(gpu_run({"data_loading": 30.0, "training_step": 10.0}, 25.0), growth=[WORKERS])
+    slow = diagnose(gpu_run({"data_loading": 30.0, "training_step": 10.0}, 25.0, growth=[WORKERS]))
     assert [finding.cause for finding in slow.findings] == ["data_loading", "memory_growth"]
     assert "num_workers" in slow.next_step
 
@@ -288,8 +288,8 @@ def test_every_error_has_a_cause_and_sentences_that_can_be_read(
     has_memory: bool,
 ) -> None:
     message = parsed(torch_text(requested, 24 * GIB, free, allocated, cached, None))
-    oom = OutOfMemory(
-        message=message,
+    oom = dataclasses.replace(
+        message,
         phase=phase,
         step=3,
         begins=sorted(begins),

@@ -81,12 +81,12 @@ RUNS = [
 DIAGNOSES = [
     *((run, {}) for run in RUNS),
     *(
-        (gpu_run(STEP), {"out_of_memory": error})
+        (run, {"out_of_memory": error})
         for cause in MEMORY_CAUSES.values()
-        for error in (cause.sick.oom, cause.healthy.oom)
+        for run, error in (cause.sick, cause.healthy)
     ),
     *(
-        (gpu_run(STEP, 97.0), {"growth": [MemoryGrowth(whose=whose, bytes_per_s=1e6, grown_bytes=1e9, left_s=60.0)]})
+        (gpu_run(STEP, 97.0, growth=[MemoryGrowth(whose=whose, bytes_per_s=1e6, grown_bytes=1e9, left_s=60.0)]), {})
         for whose in ("gpu", "process", "workers")
     ),
 ]

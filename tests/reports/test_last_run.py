@@ -13,6 +13,7 @@ from sample_report import GIB, REPORT, TRAINED, with_finding
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import an_error, gpu_run
 from lightning_gpu_tools.errors import ReportError
+from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.processes import process_id
 from lightning_gpu_tools.reports.last_run import Need, claim_sentence, last_need, need_of
 from lightning_gpu_tools.reports.report import Report
@@ -90,7 +91,7 @@ def test_an_idle_gpu_of_the_same_size_is_enough(total: int | None, asked: float,
 
 
 def test_a_run_out_of_memory_needed_at_least_what_it_asked_for() -> None:
-    diagnosis = diagnose(A_RUN, out_of_memory=an_error(others={9: 12 * GIB}, allocated=8 * GIB))
+    diagnosis = diagnose(A_RUN, out_of_memory=an_error(others=(GpuProcess(9, 12 * GIB),), allocated=8 * GIB))
     (needs, *_) = [one.evidence["needed_bytes"] for one in diagnosis.findings]
     assert 8.1 * GIB < float(needs) < 24 * GIB
     need = needed(replace(REPORT, outcome="out of memory in forward at step 3", diagnosis=diagnosis, memory=()))

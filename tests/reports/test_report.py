@@ -120,7 +120,7 @@ def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
         throttled_percent=12.0,
     )
     growing = MemoryGrowth(whose="process", bytes_per_s=2**20, grown_bytes=1e9, left_s=7200)
-    (growth,) = early_warnings(gpu_run(STEP), [growing])
+    (growth,) = early_warnings(gpu_run(STEP, growth=[growing]))
     diagnosis = replace(REPORT.diagnosis, findings=(*REPORT.diagnosis.findings, growth))
     text = " ".join(render_text(replace(REPORT, gpus=(gpu,), diagnosis=diagnosis, monitor_us_per_step=14.2)).split())
     for words in (

@@ -221,11 +221,9 @@ def test_some_steps_of_each_stage_are_profiled_as_advised(
 
 @pytest.mark.follows("Trainer.predict keeps all outputs: pass return_predictions=False, and write them in a")
 def test_predictions_are_written_and_not_kept_as_advised(tmp_path: Path) -> None:
-    run = dataclasses.replace(TIME_CAUSES["unexplained"].sick, stage="predict")
     growth = MemoryGrowth(whose="process", bytes_per_s=1e6, grown_bytes=1e9, left_s=60.0)
-    option, writer = re.findall(
-        r"pass (\w+=False), and write them in a (\w+)\.", early_warnings(run, [growth])[0].advice
-    )[0]
+    run = dataclasses.replace(TIME_CAUSES["unexplained"].sick, stage="predict", growth=[growth])
+    option, writer = re.findall(r"pass (\w+=False), and write them in a (\w+)\.", early_warnings(run)[0].advice)[0]
     written: list[torch.Tensor] = []
 
     class Writer(getattr(callbacks, writer)):  # type: ignore[misc]

@@ -15,8 +15,20 @@ from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause
 from lightning_gpu_tools.advice.examples import FLAT, GIB, STEPS_OF_64, counted_steps, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
 from lightning_gpu_tools.advice.lines import holding
-from lightning_gpu_tools.advice.memory_remedies import in_validation, levers, more_room
-from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import (
+    MIN_SHARE,
+    MemoryFacts,
+    begin_bytes,
+    has_completed_steps,
+    in_validation,
+    kept_bytes,
+    levers,
+    more_room,
+    room_bytes,
+    taken_bytes,
+    wanted_bytes,
+)
+from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.phases import TRAINING_STEP, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
 from lightning_gpu_tools.units import format_bytes
@@ -29,35 +41,37 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     run, oom = facts
     if base_phase(oom.phase) not in (TRAINING_STEP, VALIDATION, COPY):
         return
-    size, begin = _samples(run, oom), None if oom.begin_bytes is None else oom.begin_bytes - oom.batch_bytes
+    size, room, begin, taken = _samples(run, oom), room_bytes(oom), begin_bytes(oom), taken_bytes(oom)
+    # The batch is on the GPU when a step begins.
+    begin = None if begin is None else begin - oom.batch_bytes
+    taken = None if taken is None else taken + oom.batch_bytes
     if size is None and not in_validation(oom) and run.loader is not None:
         size = run.loader.batch_size
-    taken = None if oom.allocated_bytes is None or begin is None else oom.wanted_bytes - begin
-    is_small = taken is not None and taken < max(MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes)
+    is_small = taken is not None and taken < max(MIN_SHARE * (room or 0), kept_bytes(oom))
     if is_small or has_fitted(oom):
         return
     batch = f"{'In validation, the' if in_validation(oom) else 'The'} batch{f' of {size}' if size else ''}"
     why = f"{batch} does not fit."
     if taken is not None and begin is not None:
         why = f"{batch} takes more than {format_bytes(taken)}, in addition to {format_bytes(begin)} of fixed memory."
-    if oom.has_completed_steps and not oom.has_completed_full_steps and oom.model.optimizer_bytes:
+    if has_completed_steps(oom) and not has_completed_steps(oom, full=True) and oom.model.optimizer_bytes:
         later = format_bytes(oom.model.optimizer_bytes + oom.model.gradients_bytes)
         why += f" The first step fit because it had no optimizer states and no old gradients, which take {later}."
     if lines := _largest_lines(oom):
         why += f" Most of it is allocated at {lines}."
     # Judge the largest batch by a replay of recorded steps, or else by the failed one, which is an upper bound.
     why_unknown, by_record, fits = "", None, None
-    if oom.room_bytes is None:
+    if room is None:
         why_unknown = "The error does not include the size of the memory."
     elif oom.batch_shape and _samples(run, oom) is None:
         why_unknown = "The first dimension of the first tensor of a batch is not its samples."
     else:
-        by_record = _largest_by_record(run, oom, oom.room_bytes)
+        by_record = _largest_by_record(run, oom, room)
         fits = by_record
         if by_record is None and oom.batch_shape and begin is not None and taken is not None and taken > 0:
             # The first step of the optimizer will take memory as well.
-            fixed = begin if in_validation(oom) else max(begin, oom.model.total_bytes)
-            fits = bound_by_failure(oom.batch_shape[0], taken, fixed, oom.room_bytes)
+            fixed = begin if in_validation(oom) else max(begin, oom.model.model_bytes)
+            fits = bound_by_failure(oom.batch_shape[0], taken, fixed, room)
         if fits is None:
             why_unknown = "No step was recorded in which the batch determined the memory."
     yield new_finding(
@@ -124,10 +138,10 @@ def _largest_lines(oom: OutOfMemory) -> str | None:
 
 def has_fitted(oom: OutOfMemory) -> bool:
     """Return whether batches of this size fit before, in much less memory."""
-    if not oom.has_completed_full_steps or oom.memory is None or not oom.batch_shape or in_validation(oom):
+    if oom.memory is None or not has_completed_steps(oom, full=True) or not oom.batch_shape or in_validation(oom):
         return False
     is_usual = math.prod(oom.batch_shape) <= (oom.usual_items or 0)
-    return is_usual and oom.wanted_bytes > _NEARLY * oom.memory.peak_bytes
+    return is_usual and wanted_bytes(oom) > _NEARLY * oom.memory.peak_bytes
 
 
 CAUSE = Cause(

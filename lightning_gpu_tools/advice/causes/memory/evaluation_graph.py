@@ -12,8 +12,7 @@ from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.causes.memory.memory_growth import kept_in_validation, left
 from lightning_gpu_tools.advice.examples import GROWING, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.memory_remedies import in_validation
-from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, in_validation, room_bytes, taken_bytes
 from lightning_gpu_tools.training.phases import VALIDATION
 from lightning_gpu_tools.units import format_bytes
 
@@ -27,8 +26,8 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     found = list(
         kept_in_validation("evaluation_graph", oom, "with its graph: gradients are enabled in validation.", advice)
     )
-    taken = oom.wanted_bytes - (oom.begin_bytes or oom.wanted_bytes)
-    if not found and not run.has_trainer and in_validation(oom) and taken >= MIN_SHARE * (oom.room_bytes or 0):
+    taken = taken_bytes(oom) or 0
+    if not found and not run.has_trainer and in_validation(oom) and taken >= MIN_SHARE * (room_bytes(oom) or 0):
         why = f"Validation takes more than {format_bytes(taken)}, with its graph: gradients are enabled in it."
         found = [new_finding("evaluation_graph", f"{why}{left(oom.lines)}", [advice], {"grown_bytes": taken})]
     yield from found

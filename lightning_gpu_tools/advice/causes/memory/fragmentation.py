@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause
 from lightning_gpu_tools.advice.examples import FLAT, GIB, MIB, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, is_pool_of_driver, room_bytes
+from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
 from lightning_gpu_tools.units import format_bytes, printable
 
 _EXPANDABLE = "expandable_segments:True"
@@ -18,17 +19,17 @@ _PAGE_BYTES = 20 * MIB  # of expandable segments (kLargeBuffer of torch's alloca
 
 
 def find(facts: MemoryFacts) -> Iterator[Finding]:
-    oom = facts.oom
-    allocated, reserved = oom.allocated_bytes, oom.reserved_bytes
-    if allocated is None or reserved is None or not oom.requested_bytes:
+    _, oom = facts
+    if oom.reading is None or not oom.requested_bytes:
         return
+    reserved, room = oom.reading.reserved_bytes, room_bytes(oom)
     # Memory kept by CUDA graphs is not a fragment.
-    unused = reserved - allocated - (oom.message.graph_pool_bytes or 0)
-    left = max(0, (oom.room_bytes or 0) - reserved)
+    unused = reserved - oom.reading.allocated_bytes - oom.graph_pool_bytes
+    left = max(0, (room or 0) - reserved)
     is_enough = unused >= oom.requested_bytes or left < oom.requested_bytes <= unused + left
-    if oom.room_bytes is not None and oom.model.total_bytes > oom.room_bytes:
+    if room is not None and oom.model.model_bytes > room:
         return  # the model alone would not fit even without fragments
-    if oom.is_pool_of_driver or unused < MIN_SHARE * reserved or not is_enough:
+    if is_pool_of_driver(oom) or unused < MIN_SHARE * reserved or not is_enough:
         return
     together = ""
     if unused < oom.requested_bytes:

@@ -12,10 +12,11 @@ from lightning_gpu_tools.advice.causes.memory.other_processes import left_over, 
 from lightning_gpu_tools.advice.examples import FLAT, GIB, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
 from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
+from lightning_gpu_tools.gpus.readings import GpuProcess
 
 
 def find(facts: MemoryFacts) -> Iterator[Finding]:
-    oom = facts.oom
+    _, oom = facts
     orphans = left_over(oom) if others_are_the_cause(oom) else []
     if not orphans:
         return
@@ -33,6 +34,6 @@ CAUSE = Cause(
     change="if it is not needed, `kill` it",
     find=find,
     verified_on="hardware",
-    sick=failed(begins=FLAT, others={9: 6 * GIB}, orphans=(9,)),
-    healthy=failed(begins=FLAT, others={9: 6 * GIB}),
+    sick=failed(begins=FLAT, others=(GpuProcess(9, 6 * GIB),), orphans=(9,)),
+    healthy=failed(begins=FLAT, others=(GpuProcess(9, 6 * GIB),)),
 )

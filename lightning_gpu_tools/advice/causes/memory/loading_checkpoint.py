@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.memory_remedies import more_room
-from lightning_gpu_tools.advice.out_of_memory import LOADING_CHECKPOINT, SETUP, MemoryFacts
+from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, more_room
+from lightning_gpu_tools.memory.out_of_memory import LOADING_CHECKPOINT, SETUP
 from lightning_gpu_tools.units import format_bytes
 
 
@@ -19,7 +19,7 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     run, oom = facts
     if oom.phase != LOADING_CHECKPOINT:
         return
-    allocated, model = oom.allocated_bytes, oom.model.parameters_bytes
+    allocated, model = None if oom.reading is None else oom.reading.allocated_bytes, oom.model.parameters_bytes
     more = f" in addition to the model's {format_bytes(model)}" if model else ""
     held = f"{format_bytes(allocated)} were in tensors{more}" if allocated else "the model already was"
     load = "plugins=[PortableCheckpointIO()]" if run.has_trainer else "load_weights(model, path)"

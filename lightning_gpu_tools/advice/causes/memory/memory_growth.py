@@ -14,8 +14,15 @@ from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import FLAT, GIB, GROWING, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
 from lightning_gpu_tools.advice.lines import holding
-from lightning_gpu_tools.advice.memory_remedies import fewer_workers, in_validation, why_host_is_full
-from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import (
+    MIN_SHARE,
+    MemoryFacts,
+    fewer_workers,
+    in_validation,
+    room_bytes,
+    why_host_is_full,
+)
+from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
 from lightning_gpu_tools.memory.readings import MemoryGrowth, MemoryLine
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, Stage
 from lightning_gpu_tools.units import format_bytes, format_duration
@@ -49,7 +56,7 @@ _OF_PREDICTIONS = (
 
 def find(facts: MemoryFacts) -> Iterator[Finding]:
     run, oom = facts
-    if oom.message.source == "host":
+    if oom.source == "host":
         yield from _on_host(run, oom)
         return
     if not oom.grad_enabled:
@@ -71,16 +78,16 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
         )
 
 
-def find_early(run: RunMeasurements, growth: Sequence[MemoryGrowth]) -> Iterator[Finding]:
+def find_early(run: RunMeasurements) -> Iterator[Finding]:
     """Yield a finding on each memory that grows, before it is full."""
     # Lines whose blocks on the GPU were still in use some steps later.
     kept_lines = () if run.memory is None else run.memory.kept_lines
-    for one in growth:
+    for one in run.growth:
         yield _growing(one, kept_lines, run.stage)
 
 
 def _on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Finding]:
-    of_host = [growth for growth in oom.growth if growth.whose != "gpu"]
+    of_host = [growth for growth in run.growth if growth.whose != "gpu"]
     if of_host:
         grown = _growing(of_host[0], (), run.stage)
         evidence = {**grown.evidence, "phase": oom.phase}
@@ -109,13 +116,14 @@ def left(lines: Sequence[MemoryLine]) -> str:
 def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[float, float, float] | None:
     """Return bytes per step, the first such step, and the total; ``None`` if growth is not steady, or not a cause."""
     points = [point for point in points if point[0] > 1]  # the first step creates the optimizer's states
-    if len(points) < _PARTS or oom.room_bytes is None:
+    room = room_bytes(oom)
+    if len(points) < _PARTS or room is None:
         return None
     bounds = [round(i * len(points) / _PARTS) for i in range(_PARTS + 1)]
     parts = [points[begin:end] for begin, end in itertools.pairwise(bounds)]
     sizes = [median(size for _, size in part) for part in parts]
     total = points[-1][1] - min(size for _, size in points)
-    if sorted(set(sizes)) != sizes or total < max(MIN_SHARE * oom.room_bytes, oom.requested_bytes):
+    if sorted(set(sizes)) != sizes or total < max(MIN_SHARE * room, oom.requested_bytes):
         return None
     since = max(step for step, size in points if size <= points[-1][1] - 0.95 * total)
     slopes = [

@@ -11,8 +11,18 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause
 from lightning_gpu_tools.advice.examples import FLAT, GIB, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.memory_remedies import another_gpu, is_32, needed, raised_limit, sharded
-from lightning_gpu_tools.advice.out_of_memory import SETUP, MemoryFacts, ModelSize
+from lightning_gpu_tools.advice.out_of_memory import (
+    MemoryFacts,
+    another_gpu,
+    begin_bytes,
+    is_32,
+    needed,
+    raised_limit,
+    room_bytes,
+    sharded,
+)
+from lightning_gpu_tools.memory.out_of_memory import SETUP
+from lightning_gpu_tools.memory.readings import MemoryHoldings
 from lightning_gpu_tools.units import format_bytes
 
 _MIN_SHARE = 0.85  # our default: the share of the memory that the model takes before any batch
@@ -20,18 +30,20 @@ _MIN_SHARE = 0.85  # our default: the share of the memory that the model takes b
 
 def find(facts: MemoryFacts) -> Iterator[Finding]:
     run, oom = facts
-    room, model = oom.room_bytes, oom.model
+    room, begin, model = room_bytes(oom), begin_bytes(oom), oom.model
     if room is None:
         return
-    fixed = model.total_bytes or oom.begin_bytes or (oom.allocated_bytes or 0)
-    if (fixed < _MIN_SHARE * room or oom.begin_bytes is None) and oom.phase != SETUP:
+    allocated = 0 if oom.reading is None else oom.reading.allocated_bytes
+    fixed = model.model_bytes or begin or allocated
+    if (fixed < _MIN_SHARE * room or begin is None) and oom.phase != SETUP:
         return
     half = ""
     # The optimizer's step takes as much as the parameters again, unless it is fused.
-    if is_32(run) and model.total_bytes and (model.total_bytes + model.parameters_bytes) / 2 <= room:
-        half = f", or precision='bf16-true', which needs half as much ({format_bytes(model.total_bytes / 2)})"
+    if is_32(run) and model.model_bytes and (model.model_bytes + model.parameters_bytes) / 2 <= room:
+        half = f", or precision='bf16-true', which needs half as much ({format_bytes(model.model_bytes / 2)})"
     parts = {
         "parameters": model.parameters_bytes,
+        "buffers": model.buffers_bytes,
         "gradients": model.gradients_bytes,
         "optimizer states": model.optimizer_bytes,
     }
@@ -55,6 +67,6 @@ CAUSE = Cause(
     find=find,
     settings=SMALLER_STEP,
     verified_on="hardware",
-    sick=failed(phase=SETUP, model=ModelSize(parameters_bytes=24 * GIB)),
+    sick=failed(phase=SETUP, model=MemoryHoldings(parameters_bytes=24 * GIB)),
     healthy=failed(begins=FLAT[:1]),
 )

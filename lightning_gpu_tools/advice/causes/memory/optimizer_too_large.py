@@ -11,8 +11,15 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause
 from lightning_gpu_tools.advice.examples import FLAT, MIB, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.memory_remedies import more_room, sharded
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
+from lightning_gpu_tools.advice.out_of_memory import (
+    MemoryFacts,
+    begin_bytes,
+    has_completed_steps,
+    kept_bytes,
+    more_room,
+    room_bytes,
+    sharded,
+)
 from lightning_gpu_tools.training.phases import BACKWARD, OPTIMIZER
 from lightning_gpu_tools.units import format_bytes, printable
 
@@ -21,17 +28,17 @@ _WORKSPACES_BYTES = 2 * 32 * MIB  # of cuBLAS and cuBLASLt, on Hopper
 
 
 def find(facts: MemoryFacts) -> Iterator[Finding]:
-    oom = facts.oom
+    _, oom = facts
     if oom.phase != OPTIMIZER:
         return
-    model, names = oom.model, " and ".join(map(printable, oom.model.fusible))
+    model, names, room = oom.model, " and ".join(map(printable, oom.fusible)), room_bytes(oom)
     states = f" Its states need {format_bytes(model.optimizer_bytes)}." if model.optimizer_bytes else ""
-    first = "the optimizer" if oom.has_completed_steps else "the optimizer's first step, which creates its states,"
+    first = "the optimizer" if has_completed_steps(oom) else "the optimizer's first step, which creates its states,"
     # What cannot suffice is not advised: the weights, their gradients, and what else is kept stay.
-    kept = oom.kept_bytes
-    if not oom.has_completed_steps:  # the first step begins without gradients, states, and workspaces
-        kept = max(0, (oom.begin_bytes or 0) - model.parameters_bytes) + _WORKSPACES_BYTES
-    left = math.inf if oom.room_bytes is None else oom.room_bytes - kept - model.total_bytes
+    kept = kept_bytes(oom)
+    if not has_completed_steps(oom):  # the first step begins without gradients, states, and workspaces
+        kept = max(0, (begin_bytes(oom) or 0) - model.parameters_bytes - model.buffers_bytes) + _WORKSPACES_BYTES
+    left = math.inf if room is None else room - kept - model.model_bytes
     fits_in_8_bits = left + _SAVED_BY_8_BITS * model.optimizer_bytes >= 0
     smaller = "with 8-bit states, or without momentum," if fits_in_8_bits else "without momentum"
     fused = f"Set {names}(..., fused=True): its step needs up to {format_bytes(model.parameters_bytes)} less."

@@ -11,9 +11,19 @@ from collections.abc import Iterator, Sequence
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import FLAT, GIB, STEPS_OF_64, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.memory_remedies import another_gpu, needed, needed_bytes
-from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import (
+    MIN_SHARE,
+    MemoryFacts,
+    another_gpu,
+    has_completed_steps,
+    needed,
+    needed_bytes,
+    others_bytes,
+    room_bytes,
+    unlisted_bytes,
+)
 from lightning_gpu_tools.gpus.readings import FOREIGN, GpuProcess
+from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
 from lightning_gpu_tools.units import format_bytes, printable
 
 _LEFT_OVER_SHARE = 0.5  # our default: of other jobs' memory; from here on, leftover processes are the cause
@@ -26,27 +36,29 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     pick = "FreeMemoryCUDAAccelerator" if run.has_trainer else "select_gpus"
     run_later = f"lightning-gpu-tools run --min-free {needed(oom)} --wait 2h -- CMD"
     wait = f"No other GPU has that much free. Wait for one: {run_later}."
-    who = [named(oom.others[:3])] if oom.others else []
-    if oom.unlisted_bytes:
-        hidden = f"{format_bytes(oom.unlisted_bytes)} belong to processes that are not visible from here"
+    who, unlisted = [named(oom.others[:3])] if oom.others else [], unlisted_bytes(oom)
+    if unlisted:
+        hidden = f"{format_bytes(unlisted)} belong to processes that are not visible from here"
         who.append(f"{hidden} (in another container, or another user's)")
     yield new_finding(
         "other_processes",
-        f"Other processes hold {format_bytes(oom.others_bytes)} of this GPU: {', '.join(who)}.",
+        f"Other processes hold {format_bytes(others_bytes(oom))} of this GPU: {', '.join(who)}.",
         [f"This job needs {needed(oom)}.", another_gpu(oom) or wait, f"{pick}(min_free='{needed(oom)}') claims it."],
-        {"pids": " ".join(str(one.pid) for one in oom.others) or None, "unlisted_bytes": oom.unlisted_bytes or None},
+        {"pids": " ".join(str(one.pid) for one in oom.others) or None, "unlisted_bytes": unlisted or None},
     )
 
 
 def others_are_the_cause(oom: OutOfMemory) -> bool:
     """Return whether this job would fit, or would still fit, without other jobs' memory."""
-    size, total, room = oom.others_bytes, oom.total_bytes, oom.room_bytes
+    size, total, room = others_bytes(oom), oom.total_bytes, room_bytes(oom)
     missing = max(0, oom.requested_bytes - (oom.free_bytes or 0))
-    if not size or size < missing or total is None or room is None or oom.message.allowed_bytes is not None:
+    if not size or size < missing or total is None or room is None or oom.allowed_bytes is not None:
         return False
-    if oom.has_completed_full_steps and oom.memory is not None:
+    if oom.memory is not None and has_completed_steps(oom, full=True):
         # It would fit in what torch has held, or in the room that it had before others came.
-        held = (oom.reading or oom.memory.latest).peak_reserved_bytes
+        held = oom.memory.latest.peak_reserved_bytes
+        if oom.reading is not None:
+            held = max(held, oom.reading.peak_reserved_bytes)
         had = oom.memory.room_bytes
         have_come = min(size, had - room) >= MIN_SHARE * total
         return room + missing <= (max(held, had) if have_come else held)
@@ -57,7 +69,7 @@ def left_over(oom: OutOfMemory) -> list[GpuProcess]:
     """Return processes left over by ended programs; none if they hold too little of the others' memory."""
     orphans = [one for one in oom.others if one.pid in oom.orphans]
     size = sum(one.memory_used_bytes or 0 for one in orphans)
-    return orphans if size >= _LEFT_OVER_SHARE * oom.others_bytes else []
+    return orphans if size >= _LEFT_OVER_SHARE * others_bytes(oom) else []
 
 
 def named(processes: Sequence[GpuProcess]) -> str:
@@ -78,6 +90,6 @@ CAUSE = Cause(
     change="another GPU of this machine, if one has enough room, with the `pick` command; `min_free`",
     find=find,
     verified_on="hardware",
-    sick=failed(begins=FLAT, others={9: 6 * GIB}),
-    healthy=failed(begins=FLAT, others={9: 6 * GIB}, memory=STEPS_OF_64),
+    sick=failed(begins=FLAT, others=(GpuProcess(9, 6 * GIB),)),
+    healthy=failed(begins=FLAT, others=(GpuProcess(9, 6 * GIB),), memory=STEPS_OF_64),
 )

@@ -12,9 +12,20 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause, Shape
 from lightning_gpu_tools.advice.examples import STEPS_OF_64, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.memory_remedies import in_validation, levers, raised_limit
-from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, OutOfMemory
-from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, OUTSIDE_LOOP, base_phase
+from lightning_gpu_tools.advice.out_of_memory import (
+    MIN_SHARE,
+    MemoryFacts,
+    has_completed_steps,
+    in_validation,
+    kept_bytes,
+    levers,
+    place_of,
+    raised_limit,
+    room_bytes,
+    taken_bytes,
+)
+from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
+from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, OUTSIDE_LOOP, VALIDATION, base_phase
 from lightning_gpu_tools.units import format_bytes
 
 _MIN_TIMES = 1.5  # our default: how many times the elements of the median batch, or the memory of other steps
@@ -26,7 +37,7 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     if base_phase(oom.phase) in _BETWEEN_STEPS:
         yield from _between_steps(oom)
         return
-    if in_validation(oom) or not oom.batch_shape or not oom.usual_items or not oom.has_completed_steps:
+    if in_validation(oom) or not oom.batch_shape or not oom.usual_items or not has_completed_steps(oom):
         return
     items = math.prod(oom.batch_shape)
     times = items / oom.usual_items
@@ -48,11 +59,10 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
 
 def _usual_batch(oom: OutOfMemory) -> Iterator[Finding]:
     """Yield a finding if the step takes much more than others did with a batch of the same size."""
-    usual_bytes = oom.usual_step_bytes
-    if not usual_bytes or oom.begin_bytes is None or oom.allocated_bytes is None:
+    usual_bytes, taken = _usual_step_bytes(oom), taken_bytes(oom)
+    if not usual_bytes or taken is None:
         return
-    taken = oom.wanted_bytes - oom.begin_bytes
-    if taken < max(_MIN_TIMES * usual_bytes, MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes):
+    if taken < max(_MIN_TIMES * usual_bytes, MIN_SHARE * (room_bytes(oom) or 0), kept_bytes(oom)):
         return
     yield new_finding(
         "spike",
@@ -66,14 +76,26 @@ def _usual_batch(oom: OutOfMemory) -> Iterator[Finding]:
     )
 
 
+def _usual_step_bytes(oom: OutOfMemory) -> int:
+    """Return the most memory that a step has added to the memory at its start; 0 if unknown."""
+    memory, last = oom.memory, None if oom.memory is None else oom.memory.last_step
+    if memory is None or last is None or not has_completed_steps(oom, full=True):
+        return 0
+    begin = last.readings["begin"].allocated_bytes
+    peaks = [size for phase, size in memory.peaks_bytes.items() if phase not in ("before_training", VALIDATION)]
+    return max(
+        max(reading.allocated_bytes for reading in last.readings.values()) - begin,
+        max(peaks, default=begin) - begin,
+        last.added_bytes,
+    )
+
+
 def _between_steps(oom: OutOfMemory) -> Iterator[Finding]:
     """Yield a finding if a callback, a hook, or a checkpoint takes more than steps do."""
-    if oom.begin_bytes is None or oom.allocated_bytes is None:
+    taken = taken_bytes(oom)
+    if taken is None or taken < max(_usual_step_bytes(oom), MIN_SHARE * (room_bytes(oom) or 0), kept_bytes(oom)):
         return
-    taken, usual_bytes = oom.wanted_bytes - oom.begin_bytes, oom.usual_step_bytes
-    if taken < max(usual_bytes, MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes):
-        return
-    place = oom.place[:1].upper() + oom.place[1:]
+    place = place_of(oom)[:1].upper() + place_of(oom)[1:]
     yield new_finding(
         "spike",
         f"{place} takes more than {format_bytes(taken)}, in addition to the memory at the start of a step.",

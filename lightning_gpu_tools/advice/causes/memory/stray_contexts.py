@@ -13,9 +13,7 @@ from dataclasses import replace
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import FLAT, GIB, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.memory_remedies import needed_bytes
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
-from lightning_gpu_tools.memory.readings import MemoryGrowth
+from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, needed_bytes
 from lightning_gpu_tools.training.run_measurements import HeldContext, RunMeasurements
 from lightning_gpu_tools.units import format_bytes, number_ranges
 
@@ -33,7 +31,7 @@ def strays(contexts: Sequence[HeldContext]) -> list[list[HeldContext]]:
     return sorted(of_gpus.values(), key=lambda those: (-_size(those), those[0].node, those[0].gpu))
 
 
-def find_early(run: RunMeasurements, growth: Sequence[MemoryGrowth]) -> Iterator[Finding]:
+def find_early(run: RunMeasurements) -> Iterator[Finding]:
     """Yield a finding on the GPU with most of this memory, if there is any."""
     yield from stray_contexts(run.contexts)
 
@@ -49,9 +47,9 @@ def stray_contexts(contexts: Sequence[HeldContext]) -> Iterator[Finding]:
 
 
 def find(facts: MemoryFacts) -> Iterator[Finding]:
-    oom = facts.oom
-    here = [one for those in strays(oom.contexts) for one in those if one.uuid == oom.uuid]
-    if not here or oom.total_bytes is None or oom.message.allowed_bytes is not None:
+    run, oom = facts
+    here = [one for those in strays(run.contexts) for one in those if one.uuid == oom.uuid]
+    if not here or oom.total_bytes is None or oom.allowed_bytes is not None:
         return
     # If a size was known, PIDs are the driver's, which may have a newer size, read after the error.
     listed = {one.pid: one.memory_used_bytes for one in oom.others}

@@ -13,8 +13,15 @@ from lightning_gpu_tools.advice.causes.memory.batch_too_large import has_fitted
 from lightning_gpu_tools.advice.examples import FLAT, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
 from lightning_gpu_tools.advice.lines import holding
-from lightning_gpu_tools.advice.memory_remedies import fewer_workers, more_room, why_host_is_full
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import (
+    MemoryFacts,
+    fewer_workers,
+    kept_bytes,
+    more_room,
+    place_of,
+    why_host_is_full,
+)
+from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
@@ -23,18 +30,18 @@ _RECORD = "Record a torch memory snapshot: https://pytorch.org/blog/understandin
 
 def find(facts: MemoryFacts) -> Iterator[Finding]:
     run, oom = facts
-    if oom.message.source == "host":
+    if oom.source == "host":
         yield _on_host(run, oom)
         return
     free, requested = oom.free_bytes, oom.requested_bytes
-    if free is not None and requested and free > requested and oom.message.allowed_bytes is None:
+    if free is not None and requested and free > requested and oom.allowed_bytes is None:
         why = "More was free than was requested: another process held it a moment before, or a limit applies."
     elif has_fitted(oom) and oom.memory is not None:
         why = f"Batches of this size fit before, and no step took more than {format_bytes(oom.memory.peak_bytes)}."
-    elif kept := oom.kept_bytes:
+    elif kept := kept_bytes(oom):
         why = f"When the step began, tensors outside the model held {format_bytes(kept)}, and did not grow."
     else:
-        why = f"What filled the memory is unknown. It was full in {oom.place}."
+        why = f"What filled the memory is unknown. It was full in {place_of(oom)}."
     if lines := holding(oom.lines):
         why += f" Most of the recorded memory was allocated at {lines}."
     yield new_finding("unexplained", why, [_RECORD, more_room(oom)])
@@ -46,7 +53,7 @@ def _on_host(run: RunMeasurements, oom: OutOfMemory) -> Finding:
         why_host_is_full(run, oom),
         ["Find the processes that hold it with smem, or with top sorted by memory.", fewer_workers(run)],
         {
-            "workers": ", ".join(map(str, oom.message.workers)) or None,
+            "workers": ", ".join(map(str, oom.workers)) or None,
             "memory_available_bytes": run.host.memory_available_bytes,
         },
     )
