@@ -119,8 +119,28 @@ def _named(cause: str, kind: str) -> str:
     return f"`{cause}`" + (f", `{kind}`" if kind else "")
 
 
+_PARTS = {
+    "parameters": "parameters of the model",
+    "buffers": "buffers of the model",
+    "optimizer_states": "states of the optimizers, master weights included",
+    "gradients": "all gradients, even if a peak within backward has only some of them",
+    "gradient_buckets": "DistributedDataParallel's copies of gradients; `gradient_as_bucket_view=True` saves them",
+    "workspaces": "torch's workspaces for each cuBLAS handle and stream: 8 MiB, or 32 MiB on Hopper",
+    "earlier_tensors": "tensors that existed before training, without the model and the optimizer",
+    "other_tensors": "other tensors at the start of a step: its batch, metrics, caches, tensors kept by mistake",
+    "activations": "the rest of the peak",
+    "cache_reusable": "free memory that torch's allocator holds beyond the peak",
+    "cache_fragmented": "free memory between tensors, usable only by tensors that fit into a gap",
+    "context": "memory of this job's processes outside torch's allocator: contexts, kernels, libraries, communication "
+    "buffers",
+    "other_processes": "processes of other jobs",
+    "driver": "memory that the driver reserves",
+    "unexplained": "the rest of the used memory that the driver reports",
+}
+
+
 def memory_parts() -> str:
-    return table(("part", "meaning"), *((f"`{part.name}`", part.meaning) for part in PARTS.values()))
+    return table(("part", "meaning"), *((f"`{name}`", _PARTS[name]) for name in PARTS))
 
 
 def options() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from lightning_gpu_tools.gpus.metrics import GpuSample
 from lightning_gpu_tools.memory.readings import (
@@ -16,48 +15,27 @@ from lightning_gpu_tools.memory.readings import (
 )
 
 OTHER_PROCESSES = "other_processes"
-_TENSORS, _CACHE = "tensors at their peak", "allocator cache"
-
-
-class MemoryPart(NamedTuple):
-    """A part of a GPU's memory: its name in ``parts_bytes``, its label and group in the report, and its meaning."""
-
-    name: str
-    label: str
-    group: str
-    meaning: str
-
-
-# In the order in which they are counted.
+# The parts by name, with their labels in the report, in the order in which they are counted.
+TENSORS = {  # at their peak
+    "parameters": "parameters",
+    "buffers": "buffers",
+    "optimizer_states": "optimizer states",
+    "gradients": "gradients",
+    "gradient_buckets": "DDP gradient buckets",
+    "workspaces": "cuBLAS workspaces",
+    "earlier_tensors": "tensors from before training",
+    "other_tensors": "batch, and other tensors kept",
+    "activations": "activations and temporaries",
+}
+CACHE = {"cache_reusable": "reusable", "cache_fragmented": "fragmented"}  # of torch's allocator
 PARTS = {
-    part.name: part
-    for part in (
-        MemoryPart("parameters", "parameters", _TENSORS, "parameters of the model"),
-        MemoryPart("buffers", "buffers", _TENSORS, "buffers of the model"),
-        MemoryPart("optimizer_states", "optimizer states", _TENSORS,
-                   "states of the optimizers, master weights included"),
-        MemoryPart("gradients", "gradients", _TENSORS,
-                   "all gradients, even if a peak within backward has only some of them"),
-        MemoryPart("gradient_buckets", "DDP gradient buckets", _TENSORS,
-                   "DistributedDataParallel's copies of gradients; `gradient_as_bucket_view=True` saves them"),
-        MemoryPart("workspaces", "cuBLAS workspaces", _TENSORS,
-                   "torch's workspaces for each cuBLAS handle and stream: 8 MiB, or 32 MiB on Hopper"),
-        MemoryPart("earlier_tensors", "tensors from before training", _TENSORS,
-                   "tensors that existed before training, without the model and the optimizer"),
-        MemoryPart("other_tensors", "batch, and other tensors kept", _TENSORS,
-                   "other tensors at the start of a step: its batch, metrics, caches, tensors kept by mistake"),
-        MemoryPart("activations", "activations and temporaries", _TENSORS, "the rest of the peak"),
-        MemoryPart("cache_reusable", "reusable", _CACHE, "free memory that torch's allocator holds beyond the peak"),
-        MemoryPart("cache_fragmented", "fragmented", _CACHE,
-                   "free memory between tensors, usable only by tensors that fit into a gap"),
-        MemoryPart("context", "CUDA context, libraries, NCCL", "",
-                   "memory of this job's processes outside torch's allocator: contexts, kernels, libraries, "
-                   "communication buffers"),
-        MemoryPart(OTHER_PROCESSES, "other processes", "", "processes of other jobs"),
-        MemoryPart("driver", "reserved by the driver", "", "memory that the driver reserves"),
-        MemoryPart("unexplained", "unexplained", "", "the rest of the used memory that the driver reports"),
-    )
-}  # fmt: skip
+    **TENSORS,
+    **CACHE,
+    "context": "CUDA context, libraries, NCCL",
+    OTHER_PROCESSES: "other processes",
+    "driver": "reserved by the driver",
+    "unexplained": "unexplained",
+}
 
 # Our default: if the processes that the driver lists hold this share of the used memory, no process is hidden.
 _ALL_LISTED = 0.98

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.memory_account import PARTS
+from lightning_gpu_tools.advice.memory_account import CACHE, PARTS
 from lightning_gpu_tools.dry_run.result import DryRun
 from lightning_gpu_tools.reports.text import line_label
 from lightning_gpu_tools.units import format_bytes, line_width, printable, wrapped
@@ -24,11 +24,11 @@ def _lines(run: DryRun) -> Iterator[str]:
     needed = run.needed_bytes
     if needed:
         yield f"Memory by use ({format_bytes(needed)})"
-        for name, part in PARTS.items():
+        for name, label in PARTS.items():
             size = run.parts_bytes.get(name, 0)
             if size >= _MIN_SHARE * needed:
-                label = f"{part.label} ({part.group})" if name.startswith("cache") else part.label
-                yield f"  {format_bytes(size):>8}  {100 * size / needed:3.0f}%  {label}"
+                shown = f"{label} (allocator cache)" if name in CACHE else label
+                yield f"  {format_bytes(size):>8}  {100 * size / needed:3.0f}%  {shown}"
         lines = [one for one in run.lines if one.bytes >= _MIN_SHARE * needed][:_MAX_LINES]
         if lines:
             yield "Lines that allocated the most"

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount
+from lightning_gpu_tools.advice.memory_account import CACHE, TENSORS, MemoryAccount
 from lightning_gpu_tools.advice.out_of_memory import CONTEXT_BYTES, CUDA_CONTEXT_BYTES, MARGIN
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.report import COMPLETED, FILE_NAME, RUNNING, Report
@@ -121,7 +121,7 @@ def _with_margin(peak_bytes: float, idle_bytes: float) -> int:
 
 def _peak_bytes(account: MemoryAccount) -> int:
     parts = account.parts_bytes
-    held_bytes = sum(parts.get(name, 0) for name, part in PARTS.items() if part.group)  # by torch's allocator
+    held_bytes = sum(parts.get(name, 0) for name in (*TENSORS, *CACHE))  # by torch's allocator
     # In the first seconds, the driver's last sample may be older than torch's memory.
     context_bytes = max(parts.get("context", CONTEXT_BYTES), CUDA_CONTEXT_BYTES)
     return max(held_bytes, account.peak_reserved_bytes or 0) + context_bytes

@@ -127,7 +127,7 @@ def _findings(report: Report) -> Iterator[tuple[str, str]]:
 
 def _memory(account: MemoryAccount) -> Iterator[Sequence[object]]:
     for name, size in account.parts_bytes.items():
-        yield PARTS[name].label if name in PARTS else name, format_bytes(size)
+        yield PARTS.get(name, name), format_bytes(size)
     for what, lines in {"added at the peak": account.peak_lines, "kept after steps": account.kept_lines}.items():
         for line in lines:
             yield f"– {what}: {line_label(line)}", format_bytes(line.bytes)

@@ -16,7 +16,7 @@ from lightning_gpu_tools.advice.causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, label_of
 from lightning_gpu_tools.advice.lines import in_words, seen_in
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
-from lightning_gpu_tools.advice.memory_account import OTHER_PROCESSES, PARTS, MemoryAccount, MemoryPart
+from lightning_gpu_tools.advice.memory_account import CACHE, OTHER_PROCESSES, PARTS, TENSORS, MemoryAccount
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.memory.readings import MemoryLine
@@ -407,12 +407,13 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
 
     groups: dict[str, dict[str, int]] = {}
     for name, size in account.parts_bytes.items():
-        part = PARTS.get(name) or MemoryPart(name, name, "", "")  # a file may have unknown ones
-        groups.setdefault(part.group or part.label, {})[part.label if part.group else ""] = size
+        label = PARTS.get(name, name)  # a file may have unknown ones
+        group = "tensors at their peak" if name in TENSORS else "allocator cache" if name in CACHE else ""
+        groups.setdefault(group or label, {})[label if group else ""] = size
     branches = []
     for group, parts in groups.items():
         leaves = [(name, size) for name, size in _largest_first(parts) if name]
-        if group == PARTS[OTHER_PROCESSES].label:
+        if group == PARTS[OTHER_PROCESSES]:
             leaves = []
             for one in account.others:
                 words = one.user and f"{one.user}:", one.name, f"(PID {one.pid})"
