@@ -80,15 +80,15 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     return Assembly("dcp", shards, loaded, lambda contents: _with_extra(content, contents.get(_EXTRA, {})))
 
 
-class _Block(NamedTuple):
-    """A block of a tensor, or another object."""
+class _Chunk(NamedTuple):
+    """A chunk of a tensor, or another object."""
 
     offsets: tuple[int, ...]  # in the tensor
     shape: tuple[int, ...]
     place: Place
 
 
-_Objects = dict[str, tuple[SplitTensorInfo | None, list[_Block]]]
+_Objects = dict[str, tuple[SplitTensorInfo | None, list[_Chunk]]]
 
 
 def _read_metadata(file: BinaryIO) -> tuple[_Objects, Mapping[str, Any]]:
@@ -105,13 +105,13 @@ def _read_metadata(file: BinaryIO) -> tuple[_Objects, Mapping[str, Any]]:
     objects: _Objects = {}
     for key, described in metadata["state_dict_metadata"].items():
         if isinstance(described, Opaque) and described.kind.endswith(".BytesStorageMetadata"):
-            objects[key] = None, [_Block((), (), place_of[key, None])]
+            objects[key] = None, [_Chunk((), (), place_of[key, None])]
             continue
         of = _state(described, "TensorStorageMetadata")
         shape = of["size"]
         dtype = str(_state(of["properties"], "TensorProperties")[0]).removeprefix("torch.")
         chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in of["chunks"]]
-        blocks = [_Block(chunk["offsets"], chunk["sizes"], place_of[key, chunk["offsets"]]) for chunk in chunks]
+        blocks = [_Chunk(chunk["offsets"], chunk["sizes"], place_of[key, chunk["offsets"]]) for chunk in chunks]
         numbers = [shape, *(part for block in blocks for part in (block.offsets, block.shape))]
         if dtype not in BYTES_OF_DTYPE or not all(len(part) == len(shape) and is_shape(part) for part in numbers):
             raise damaged(_DAMAGE)
@@ -174,7 +174,7 @@ def _described(shards: Mapping[str, Structure], place: Place) -> Structure:
     return found
 
 
-def _part(shards: Mapping[str, Structure], key: str, dtype: str, block: _Block) -> Part:
+def _part(shards: Mapping[str, Structure], key: str, dtype: str, block: _Chunk) -> Part:
     place = block.place
     found = _described(shards, place)
     tensor = found.content
