@@ -1,0 +1,289 @@
+"""A training that is asked to stop, or killed, in its own or in other processes: it saves, ends, and goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    Timer,
+)
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from resumed_trainings import Model, everything, plain, same, train, validated
+
+from lightning_gpu_tools import ExactResume, PortableCheckpointIO
+
+PROGRAM = Path(__file__).parent.parent / "exact_training.py"
+
+
+# Signals
+
+
+class Ask(Callback):
+    """A scheduler that sends a signal at a certain batch."""
+
+    def __init__(self, step: int, hook: str, number: int = signal.SIGTERM) -> None:
+        self.step, self.number = step, number
+        self.asked = False
+        setattr(self, hook, self.ask)
+
+    def ask(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.step:
+            self.asked = True
+            os.kill(os.getpid(), self.number)
+
+
+@contextmanager
+def stopped_and_resumed(
+    folder: Path,
+    more: Sequence[Callback],
+    plugin: Callable[[], Any] | None = None,
+    is_asked: bool = True,
+    max_time: str | None = None,
+    **options: Any,
+) -> Iterator[Callable[[Any], None]]:
+    """Train, and train again until it stops; yield a function that goes on from a checkpoint and compares the two."""
+    model = validated()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = everything(train(folder / "whole", model, 7, **options), model)
+    model = validated()
+    model.load_state_dict(weights)
+    plugins = [plugin()] if plugin else []
+    with pytest.raises(SystemExit) if is_asked else nullcontext() as stopped:
+        train(folder / "killed", model, 7, more=more, plugins=plugins, max_time=max_time, **options)
+    if stopped is not None:
+        assert stopped.value.code == 128 + signal.SIGTERM
+
+    def resume(ckpt: Any) -> None:
+        model = validated()
+        plugins = [plugin()] if plugin else []
+        resumed = everything(train(folder / "killed", model, 99, ckpt=ckpt, plugins=plugins, **options), model)
+        assert [name for name in expected if not same(expected[name], resumed[name])] == []
+
+    yield resume
+
+
+HOOKS = ["on_train_batch_start", "on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end"]
+
+
+@pytest.mark.follows("To continue, run the same command with fit(..., ckpt_path={}).")
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["", "accumulation"])
+def test_a_training_that_is_asked_to_stop_saves_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, hook: str, options: Any
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stopped_and_resumed(tmp_path, [Ask(12, hook)], saves=False, val_check_interval=13, **options) as resume:
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert [path.name for path in (tmp_path / "killed").glob("*.ckpt*")] == ["last.ckpt"]
+        resume(re.search(r"ckpt_path='(.*)'\)", caplog.text)[1])  # type: ignore[index]
+
+
+def test_a_resumed_run_goes_on_with_the_file_of_the_signal(tmp_path: Path) -> None:
+    options: Any = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "max_epochs": 2}
+    for more in [Ask(3, "on_train_batch_end")], []:
+        with pytest.raises(SystemExit) if more else nullcontext():
+            saving = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=0, save_last=True)
+            Trainer(callbacks=[*more, ExactResume(), saving], **options).fit(Model(plain), ckpt_path="last")
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
+    assert torch.load(tmp_path / "last.ckpt")["global_step"] == 25
+
+
+PLUGINS = [PortableCheckpointIO, AsyncCheckpointIO, lambda: AsyncCheckpointIO(PortableCheckpointIO())]
+
+
+@pytest.mark.parametrize("make", PLUGINS, ids=["portable", "async", "async portable"])
+def test_plugins_that_save_make_no_difference(tmp_path: Path, make: Callable[[], Any]) -> None:
+    with stopped_and_resumed(tmp_path, [Ask(20, "on_train_batch_end")], make) as resume:
+        resume("last")
+
+
+class Swap(Callback):
+    """Other weights during validation, as averaging has."""
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.kept = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        for value in pl_module.parameters():
+            value.data.zero_()
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        pl_module.load_state_dict({**pl_module.state_dict(), **self.weights()})
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in self.kept.items() if name.startswith("layer")}
+
+
+def test_weights_that_are_exchanged_for_validation_are_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Heard(Ask):
+        def ask(self, *args: Any, **kwargs: Any) -> None:
+            super().ask(*args, **kwargs)
+            gives_up_s = time.monotonic() + 60
+            while self.asked and said not in caplog.text and time.monotonic() < gives_up_s:
+                time.sleep(0.01)
+
+    said = "SIGTERM: validation, in which Swap may hold other weights, has been running for "
+    model = validated()
+    with pytest.raises(SystemExit):
+        train(tmp_path, model, 7, more=[Heard(12, "on_validation_batch_end"), Swap()], saves=False)
+    assert said in caplog.text
+    saved = torch.load(tmp_path / "last.ckpt")
+    assert saved["global_step"] == 14
+    assert same(saved["state_dict"]["layer.0.weight"], model.layer[0].weight)
+    assert model.layer[0].weight.any()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2], ids=["usual", "another"])
+def test_a_job_of_slurm_is_saved_and_requeued_at_the_end_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    environment = {"JOB_ID": "3", "JOB_NAME": "train", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+    for name, value in {**environment, "JOB_NODELIST": "localhost"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    model = validated()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    slurm = [SLURMEnvironment(auto_requeue=True, requeue_signal=number)]
+    expected = everything(train(tmp_path / "whole", model, 7, saves=False, plugins=slurm), model)
+    model = validated()
+    model.load_state_dict(weights)
+    asking = Ask(20, "on_after_backward", number)
+    train(tmp_path / "asked", model, 7, more=[asking], saves=False, plugins=slurm)  # goes on until SLURM ends it
+    assert (tmp_path / "said").read_text() == "requeue 3\n"
+    model = validated()
+    resumed = everything(train(tmp_path / "asked", model, 99, saves=False, plugins=slurm), model)
+    assert [name for name in expected if not same(expected[name], resumed[name])] == []
+
+
+def test_a_training_that_is_asked_before_its_first_step_ends_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        train(tmp_path, validated(), 7, more=[Ask(-1, "on_validation_batch_end")], saves=False)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert not list(tmp_path.glob("*.ckpt*"))
+
+
+def test_time_is_up(tmp_path: Path) -> None:
+    class Slow(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.fit_loop.total_batch_idx == 5:
+                timer = next(callback for callback in trainer.callbacks if isinstance(callback, Timer))
+                timer._duration = 0.0
+
+    with stopped_and_resumed(tmp_path, [Slow()], is_asked=False, max_time="00:01:00:00") as resume:
+        resume(tmp_path / "killed" / "last.ckpt")
+
+
+# Processes
+
+
+def program(folder: Path, *kill: int, package: str = "lightning.pytorch", ranks: int = 1, workers: int = 0) -> Any:
+    """Run ``exact_training.py``, and return its exit code, digest and output."""
+    command = [sys.executable, PROGRAM, package, folder, str(ranks), str(workers), *map(str, kill)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=170)
+    return ended.returncode, re.findall(r"ENDED (\w+ \d+)", ended.stdout), ended.stdout
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_training_after_kill_9_ends_with_the_same_weights(tmp_path: Path, package: str) -> None:
+    _, expected, output = program(tmp_path / "whole", package=package)
+    assert expected, output
+    step = random.randrange(4, 50)
+    code, _, output = program(tmp_path / "killed", step, 0, signal.SIGKILL, package=package)
+    assert code == -signal.SIGKILL, output
+    _, found, output = program(tmp_path / "killed", package=package, workers=1)
+    assert found == expected, (step, output)
+
+
+@pytest.mark.timeout(600)
+def test_all_ranks_save_one_step_if_one_of_them_is_asked(tmp_path: Path) -> None:
+    _, expected, output = program(tmp_path / "whole", ranks=2)
+    assert expected, output
+    step = random.randrange(4, 20)
+    code, _, output = program(tmp_path / "killed", step, 1, signal.SIGTERM, ranks=2, workers=1)
+    assert code == 128 + signal.SIGTERM, output
+    assert re.search(r"SIGTERM: saved step \d+ to .*last.ckpt in .* s. To continue, run the same command with ", output)
+    _, found, output = program(tmp_path / "killed", ranks=2)
+    assert found == expected, (step, output)
+
+
+LONG_STEP = """
+import sys, time
+from pathlib import Path
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_gpu_tools import ExactResume
+
+folder = Path(sys.argv[1])
+
+class Long(BoringModel):
+    def training_step(self, batch, batch_idx):
+        gives_up_s = time.monotonic() + 120
+        if batch_idx == 2:
+            (folder / "in the step").touch()
+            while not (folder / "goes on").exists() and time.monotonic() < gives_up_s:
+                time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+saving = ModelCheckpoint(folder, every_n_train_steps=2)
+Trainer(default_root_dir=folder, logger=False, max_steps=5, callbacks=[ExactResume(), saving]).fit(Long())
+"""
+
+
+def test_what_the_save_waits_for_is_said_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LONG_STEP, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        while process.poll() is None and not (tmp_path / "in the step").exists():
+            time.sleep(0.01)
+        process.terminate()
+        said = next((line for line in process.stdout if "has been running" in line), "")
+        assert not (tmp_path / "last.ckpt").exists()
+        (tmp_path / "goes on").touch()
+        output = process.stdout.read()
+    assert re.search(r"SIGTERM: a training step has been running for .* s, and the run saves after that\. ", said), said
+    assert re.search(r"The last save took .* s\.$", said), said
+    assert "SIGTERM: saved step 3 to" in output
+    assert process.returncode == 128 + signal.SIGTERM
+    assert torch.load(tmp_path / "last.ckpt")["global_step"] == 3
+
+
+ON_WINDOWS = """
+import signal, sys
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+there = type(signal)("signal")
+vars(there).update((name, value) for name, value in vars(signal).items() if name not in ("SIGUSR1", "SIGCHLD"))
+sys.modules.update(signal=there, fcntl=None, pwd=None)  # for what is imported from here on
+from lightning_gpu_tools import ExactResume
+
+trainer = Trainer(max_steps=3, logger=False, enable_checkpointing=False, callbacks=[ExactResume()])
+trainer.fit(BoringModel())
+assert trainer.global_step == 3
+"""
+
+
+def test_a_system_without_the_signals_of_unix(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", ON_WINDOWS], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "internal error" not in ended.stderr
