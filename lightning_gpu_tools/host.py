@@ -22,7 +22,7 @@ _STAT, _VMSTAT = Path("/proc/stat"), Path("/proc/vmstat")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostBudget:
-    """The resources of this host that all local ranks of a training share."""
+    """The resources of this host that all local ranks of a job share."""
 
     cores: float  # limited by the affinity mask and the cgroup's quota
     memory_available_bytes: int

@@ -76,7 +76,7 @@ def crash_consistency() -> str:
     machine = found["machine"]
     return block(
         table(("", "kills", *verdicts), *rows),
-        f"Judged by ckpt-chaos {machine['ckpt-chaos']}, which others wrote. It ends a training at each file event of "
+        f"Judged by ckpt-chaos {machine['ckpt-chaos']}, which others wrote. It ends a run at each file event of "
         "its saves, or there by SIGTERM, or with half of a file. It runs it again from `last`, and compares its "
         "weights in the last bit. It cuts no temporary file of `PortableCheckpointIO`, whose writes it does not see. "
         "HARD_FAIL: it cannot go on. LOST_WORK: it goes on from an older file than it could. The training has shuffled "

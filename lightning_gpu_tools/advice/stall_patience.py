@@ -1,4 +1,4 @@
-"""When a training that makes no progress has stalled."""
+"""How long training may make no progress before it has stalled."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def why_not_searched(facts: LoaderFacts) -> str | None:
 
 
 def why_not_switched(began: LoaderFacts, now: LoaderFacts) -> str | None:
-    """Return why the settings cannot change in a training that began with a loader like this, and has it now."""
+    """Return why the settings cannot change in a run that started with one loader and now has the other."""
     if (why := why_not_searched(began)) is not None:
         return why
     if began.within:

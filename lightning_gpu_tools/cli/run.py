@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Add the monitor and the advisor to every Lightning Trainer in CMD. With no other option, claim no GPU. "
         "With --min-free, their report says whether SIZE was enough, or far too much. "
-        "A shell command in LIGHTNING_GPU_TOOLS_NOTIFY is run when a training ends, fails or hangs.",
+        "A shell command in LIGHTNING_GPU_TOOLS_NOTIFY runs when training ends, fails or hangs.",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="The command and its arguments.")
     parser.set_defaults(run=run)

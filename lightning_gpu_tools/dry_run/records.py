@@ -21,7 +21,7 @@ class Plan(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A moment of a training at which memory was allocated."""
+    """A moment of a run at which memory was allocated."""
 
     step: int  # starting at 1; 0 = before the first step
     phase: str  # forward, backward, optimizer, or empty
@@ -42,7 +42,7 @@ class ProcessRecord:
     world_size: int = 1
     rank: int = 0
     uses_gpu: bool = False  # it started CUDA
-    batch_size: int | None = None  # first dimension of the first tensor that the model got; of a list, its length
+    batch_size: int | None = None  # first dimension of the first tensor that the model received; of a list, its length
     peak_allocated_bytes: int = 0  # of tensors, on the GPU where this is highest
     peak_reserved_bytes: int = 0  # that torch took from the driver on that GPU
     retries: int = 0  # allocations there that only succeeded after torch had emptied its cache

@@ -48,7 +48,7 @@ class DryRun:
         min_free_bytes: Value for ``--min-free``: 20% more than ``needed_bytes``, limited to the memory of the GPU.
         steps: Completed training steps.
         world_size: Number of ranks.
-        batch_size: First dimension of the first tensor that the model got; of a list of images, its length.
+        batch_size: First dimension of the first tensor that the model received; of a list of images, its length.
         peak: Time and place of the peak memory of tensors: step, phase, file, line, function.
         failure: Time and place of the allocator's failure, if the training does not fit.
         requested_bytes: Size of the failed allocation.
@@ -103,7 +103,7 @@ def context_bytes(gpu: str, ranks: int) -> int:
 
 
 def certain_bytes(gpu: str) -> int:
-    """Return the memory of a GPU model up to which a training certainly fits."""
+    """Return the memory of a GPU model up to which a run certainly fits."""
     return int(_CERTAIN_SHARE * usable_bytes(gpu))
 
 

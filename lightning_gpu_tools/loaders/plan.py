@@ -25,7 +25,7 @@ from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 from lightning_gpu_tools.units import format_duration
 
-# Even a training of 120 steps must benefit from the search. The first steps are slower than the others.
+# Even a run of 120 steps must benefit from the search. The first steps are slower than the others.
 STUDY_STEPS = 25
 _WARM_UP_STEPS = 5
 # Settings are confirmed over ten groups of steps: with ten values, the 95% interval of a median excludes the lowest

@@ -117,7 +117,7 @@ class Trials:
         return cost, max(0.0, start_s - mean_s)
 
     def rehearse(self, wait_s: float) -> float:
-        """Fit the stand-in to the step of a training without workers, with these waits; return the seconds it takes."""
+        """Fit the stand-in to the step of a run without workers, with these waits; return the seconds it takes."""
         step_s = seconds = self._step.step_s
         count = min(_FIRST_BATCHES, int(_PROBE_SHARE * self._budget_s / (wait_s + step_s)))
         for _ in range(_REHEARSALS if count else 0):
