@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from lightning_gpu_tools.processes import process_age_s
 from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, TRAINING_STEP, base_phase
-from lightning_gpu_tools.training.step_clock import StepClock
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.training.step_clock import StepClock
 
 # The parts, in their order, and their labels in the report.
 STARTUP_PARTS = {
