@@ -32,7 +32,7 @@ _CAN_BE_TYPED = re.compile(
     re.VERBOSE,
 )
 _MIN_WORDS = 4  # fewer are a name, a format, or a key
-# Fields of a cause that describe its messages, for the docs; so do instances of Shape.
+# Fields of a cause that describe its messages, for the docs; so do instances of Variant.
 _DESCRIPTIONS = {"says", "change", "begins", "rows", "time"}
 # Texts of this kind that advise nothing, or nothing that a test here can do, with the reason.
 _EXCEPTIONS = {
@@ -90,7 +90,7 @@ def _messages(file: Path) -> Iterator[Message]:
     def below(node: ast.AST) -> Iterator[Message]:
         if id(node) in left_out or (isinstance(node, ast.keyword) and node.arg in _DESCRIPTIONS):
             return
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Shape":
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Variant":
             return
         text = _text(node)
         if text is not None and len(text.split()) >= _MIN_WORDS and _CAN_BE_TYPED.search(text):

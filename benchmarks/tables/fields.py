@@ -102,9 +102,9 @@ def phases() -> str:
 def causes(known: Mapping[str, Cause[Any]]) -> str:
     """Return causes with the report's words, the change to make, and where the cause was verified."""
     rows = [
-        (_named(name, shape.kind), shape.says, shape.change, cause.verified_on)
+        (_named(name, variant.kind), variant.says, variant.change, cause.verified_on)
         for name, cause in known.items()
-        for shape in cause.shapes
+        for variant in cause.variants
     ]
     return table(("cause", "the report says", "what to change", "verified on"), *sorted(rows))
 

@@ -21,7 +21,7 @@ SMALLER_STEP = ("batch_size", "precision", "accumulate_grad_batches")
 Facts = TypeVar("Facts")
 
 
-class Shape(NamedTuple):
+class Variant(NamedTuple):
     """One variant of a cause: a row of the table in docs/."""
 
     says: str  # short form of the text in the report, or the symptom of a stall
@@ -36,7 +36,7 @@ class Cause(Generic[Facts]):
     find: Callable[[Facts], Iterable[Finding]]  # its findings, with why and advice; none if it does not apply
     says: str = ""  # text of a cause with a single variant, as in Variant
     change: str = ""  # change of a cause with a single variant, as in Variant
-    rows: Sequence[Shape] = ()  # its variants, if it has several
+    rows: Sequence[Variant] = ()  # its variants, if it has several
     settings: Sequence[str] = ()  # those in the report's settings that its advice may change
     verified_on: Machine  # the best machine on which the package found it in a real run
     sick: Facts  # their first finding is this cause
@@ -50,10 +50,10 @@ class Cause(Generic[Facts]):
     why_not: Callable[[Facts, Finding], str] = lambda facts, finding: ""
     silenced_by: Sequence[str] = ()  # causes: if one of them finds anything, however little, this one is not judged
     # Returns whether a finding is explained by those of other causes before it.
-    left_to: Callable[[Finding, Sequence[Finding]], bool] = lambda finding, others: False
+    is_explained_by: Callable[[Finding, Sequence[Finding]], bool] = lambda finding, others: False
     takes_over: bool = False  # its time is taken out of later findings on the same phase
     is_in_step: bool = False  # its time in the training step is not unexplained idle time there
-    is_however_short: bool = False  # it is reported however little time it takes per step
+    ignores_min_cost: bool = False  # it is reported however little time it takes per step
     # Whether it can be judged without enough steady steps, of which short epochs and frequent validations leave few.
     is_judged_early: Callable[[Facts], bool] = lambda facts: False
     find_searched: Callable[[Facts, LoaderResult], Iterable[Finding]] | None = None  # after a search for settings
@@ -66,9 +66,9 @@ class Cause(Generic[Facts]):
     find_early: Callable[[RunMeasurements], Iterable[Finding]] | None = None  # its findings before memory is full
 
     @property
-    def shapes(self) -> Sequence[Shape]:
+    def variants(self) -> Sequence[Variant]:
         """Its variants, at least one."""
-        return self.rows or [Shape(self.says, self.change)]
+        return self.rows or [Variant(self.says, self.change)]
 
 
 def is_known(run: RunMeasurements, name: str) -> bool:

@@ -110,6 +110,6 @@ def _find(
             reason = why_not(run, cause, finding)
             if reason:
                 left_out.append(LeftOut(finding, reason))
-            elif not cause.left_to(finding, reported):
+            elif not cause.is_explained_by(finding, reported):
                 reported.append(finding)
     return reported, left_out

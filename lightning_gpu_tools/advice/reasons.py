@@ -43,7 +43,7 @@ def why_not(run: RunMeasurements, cause: Cause[Any], finding: Finding) -> str:
         return f"removing one part of it makes {run.activity} less than {100 * (MIN_CEILING - 1):.0f}% faster"
     if finding.ceiling_lower <= MIN_CEILING_LOWER:
         return "it occurs too rarely, or varies too much, to be more than chance"
-    if cost_s < MIN_COST_S_PER_STEP and not cause.is_however_short:
+    if cost_s < MIN_COST_S_PER_STEP and not cause.ignores_min_cost:
         return f"it is {format_duration(cost_s)} per step, too little to matter"
     return ""
 

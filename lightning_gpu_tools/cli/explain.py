@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     found, known = [], set()
     for group in GROUPS:
         for name, cause in group.causes.items():
-            names = {name, *(shape.kind for shape in cause.shapes if shape.kind)}
+            names = {name, *(variant.kind for variant in cause.variants if variant.kind)}
             known |= names
             if args.cause in names:
                 found.append("\n".join(_lines(group, name)))
@@ -92,9 +92,9 @@ def _lines(group: Group, name: str) -> Iterator[str]:
     if cause.needs:
         yield wrapped(f"Requires: {', '.join(cause.needs)}")
     yield "\nWhat you see, and what to change:"
-    for shape in cause.shapes:
-        yield wrapped(f"{shape.kind}: {shape.says}" if shape.kind else shape.says, "  ", "  ")
-        yield wrapped(shape.change, "    -> ", "       ")
+    for variant in cause.variants:
+        yield wrapped(f"{variant.kind}: {variant.says}" if variant.kind else variant.says, "  ", "  ")
+        yield wrapped(variant.change, "    -> ", "       ")
     yield f"\nMore: {SITE}/{group.page.removesuffix('.md')}/#{group.heading}"
     constants = _constants(group, name)
     if constants:

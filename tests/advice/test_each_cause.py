@@ -29,7 +29,7 @@ def test_a_run_with_the_cause_has_it_first_and_a_similar_run_has_not(name: str) 
     cause = TIME_CAUSES[name]
     first = diagnose(cause.sick).findings[0]
     assert first.cause == name
-    assert first.evidence.get("kind", "") in {shape.kind for shape in cause.shapes}
+    assert first.evidence.get("kind", "") in {variant.kind for variant in cause.variants}
     assert name not in {finding.cause for finding in diagnose(cause.healthy).findings}
 
 

@@ -96,8 +96,8 @@ SHAPES = [
     text
     for known in (TIME_CAUSES, MEMORY_CAUSES, STALL_CAUSES)
     for cause in known.values()
-    for shape in cause.shapes
-    for text in (shape.says, shape.change)
+    for variant in cause.variants
+    for text in (variant.says, variant.change)
 ]
 
 

@@ -27,7 +27,7 @@ def test_every_cause_is_explained_on_a_screen_or_two(group: Group, explain: Expl
         assert len(lines) <= 100, name
         assert max(len(line) for line in lines) <= 120, name
         shown = " ".join(" ".join(lines).split())
-        assert all(shape.change in shown for shape in cause.shapes), name
+        assert all(variant.change in shown for variant in cause.variants), name
 
 
 @pytest.mark.parametrize("columns", [80, 100])

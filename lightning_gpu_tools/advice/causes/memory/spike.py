@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause, Shape
+from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause, Variant
 from lightning_gpu_tools.advice.examples import STEPS_OF_64, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
 from lightning_gpu_tools.advice.out_of_memory import (
@@ -109,15 +109,15 @@ def _between_steps(oom: OutOfMemory) -> Iterator[Finding]:
 
 CAUSE = Cause(
     rows=[
-        Shape(
+        Variant(
             "This batch has ... times as many elements as usual",
             "limit the elements per batch",
         ),
-        Shape(
+        Variant(
             "This step takes ... times as much as earlier steps, with a batch of the same size",
             "find what only this step does, at the line that asked for more",
         ),
-        Shape(
+        Variant(
             "A callback, a hook, or a checkpoint takes more than ..., in addition to the memory at the start of a step",
             "do it in parts, or on the CPU, and under `torch.no_grad()`",
         ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.cause import Cause, Variant
 from lightning_gpu_tools.advice.examples import contended
 from lightning_gpu_tools.advice.findings import Evidence, Finding, lost_time
 from lightning_gpu_tools.advice.host_phases import longest_group
@@ -124,18 +124,18 @@ def _cores(count: float) -> str:
 
 CAUSE = Cause(
     rows=[
-        Shape(
+        Variant(
             "Waiting for a CPU core takes ...; other programs keep ... of ... cores busy, the largest by user and name",
             "`torch.set_num_threads(...)` if the job has more threads than free cores; stop the others, or use a "
             "machine with free cores",
             "other_programs",
         ),
-        Shape(
+        Variant(
             "child processes of this job (...) use ... of ... cores",
             "start fewer of them, or with `nice -n 19`",
             "own_children",
         ),
-        Shape(
+        Variant(
             "this job has ... runnable threads on ... cores",
             "`torch.set_num_threads(...)`, fewer workers, fewer ranks; or more cores: `--cpus-per-task` under SLURM, "
             "`docker run --cpus`, `taskset`",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from statistics import median
 
-from lightning_gpu_tools.advice.cause import LOADER_SETTINGS, Cause, Shape
+from lightning_gpu_tools.advice.cause import LOADER_SETTINGS, Cause, Variant
 from lightning_gpu_tools.advice.causes.time.cpu_contention import one_thread_per_worker
 from lightning_gpu_tools.advice.examples import STEP, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import (
@@ -398,52 +398,52 @@ def _with_lines(run: RunMeasurements, finding: Finding) -> Finding:
 
 CAUSE = Cause(
     rows=[
-        Shape(
+        Variant(
             "Waiting for data takes ...; *Next* has `DataLoader(..., num_workers=...)` and a range of the speedup",
             "set these values, or let `NumWorkersFinder()` measure and apply them. If that is not enough, the limit is "
             "the step itself, the CPU cores, or /dev/shm",
             "too_few_workers",
         ),
-        Shape(
+        Variant(
             "... is open, and forked workers would share it; ... is iterable and does not split by worker; this "
             "process may not start workers",
             "first what the advice says: open the file in the worker, split the stream by `get_worker_info()`, start "
             "the process with `multiprocessing.Process(daemon=False)`; then `num_workers`",
             "too_few_workers",
         ),
-        Shape(
+        Variant(
             "Fetching takes ... for each of the ... samples of a batch",
             "fetch a batch by one index: `sampler=BatchSampler(...)` with `batch_size=None`, or `__getitems__` in the "
             "dataset",
             "cpu_bound",
         ),
-        Shape(
+        Variant(
             "The CPU is the limit: a batch takes ... of CPU time, a step ..., and this job has ... cores",
             "cache what is computed each time (decoded, tokenized or featurized samples), store smaller samples, get "
             "more cores",
             "cpu_bound",
         ),
-        Shape(
+        Variant(
             "Each of the ... workers keeps ... threads runnable, on ... cores",
             "`cv2.setNumThreads(0)`, `torch.set_num_threads(1)` and the like in `worker_init_fn`",
             "cpu_bound",
         ),
-        Shape(
+        Variant(
             "The workers were waiting for storage in ...% of the polls",
             "copy the data to a local disk; a few large files instead of many small ones",
             "io_bound",
         ),
-        Shape(
+        Variant(
             "When a late batch arrives, ...% of the prefetched batches are ready",
             "find the slow samples; `prefetch_factor`, or `in_order=False`",
             "slow_worker",
         ),
-        Shape(
+        Variant(
             "Early batches read ... each from storage, later ones from the page cache",
             "no change: it ends after the first epoch",
             "cold_cache",
         ),
-        Shape(
+        Variant(
             "The limit is unpacking what the workers send",
             "a few large tensors instead of many small objects",
             "main_process",

@@ -29,7 +29,7 @@ CAUSE = Cause(
     says="Starting epochs takes ...",
     change="longer epochs; `persistent_workers=True`",
     find=find,
-    is_however_short=True,
+    ignores_min_cost=True,
     is_judged_early=lambda run: run.epochs >= MIN_EPOCHS,
     settings=("persistent_workers",),
     verified_on="cpu",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, median
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.cause import Cause, Variant
 from lightning_gpu_tools.advice.examples import a_block, cpu_run
 from lightning_gpu_tools.advice.findings import (
     Evidence,
@@ -131,14 +131,14 @@ def _with_callback(times_ms: Iterable[float]) -> RunMeasurements:
 _SAYS = "Steps in the last third took ... times as long as in the first, "
 CAUSE = Cause(
     rows=[
-        Shape(
+        Variant(
             f"{_SAYS}as batches have ... times as many elements",
             "no change if they are meant to grow; otherwise shuffle samples, or limit the elements per batch",
             "larger_batches",
         ),
-        Shape(f"{_SAYS}as the GPU's clock has lost ...%", "cool it better, or raise the power limit", "lower_clock"),
-        Shape(f"{_SAYS}as memory has grown", "keep `loss.detach()`, and only the latest values", "kept_memory"),
-        Shape(f"{_SAYS}most of it in one line of the tree", "find what grows there", "unknown"),
+        Variant(f"{_SAYS}as the GPU's clock has lost ...%", "cool it better, or raise the power limit", "lower_clock"),
+        Variant(f"{_SAYS}as memory has grown", "keep `loss.detach()`, and only the latest values", "kept_memory"),
+        Variant(f"{_SAYS}most of it in one line of the tree", "find what grows there", "unknown"),
     ],
     find=find,
     kind="busy",

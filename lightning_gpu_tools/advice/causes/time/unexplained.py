@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.cause import Cause, Variant
 from lightning_gpu_tools.advice.examples import STEP, cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import MAX_UNNAMED, Finding, lost_time
 from lightning_gpu_tools.advice.idle_time import idle_share, lost_share
@@ -99,17 +99,17 @@ def _is_named(finding: Finding, others: Sequence[Finding]) -> bool:
 CAUSE = Cause(
     find=find,
     why_not=why_not,
-    left_to=_is_named,
+    is_explained_by=_is_named,
     explain_rest=explain_rest,
     rows=[
-        Shape("Unexplained idle time inside the training step", '`Trainer(profiler="pytorch")`'),
-        Shape(
+        Variant("Unexplained idle time inside the training step", '`Trainer(profiler="pytorch")`'),
+        Variant(
             "The Trainer's own work, or work outside all hooks and steps, takes ...",
             "find the function with `py-spy` or `cProfile`",
         ),
     ],
     kind="busy",
-    is_however_short=True,
+    ignores_min_cost=True,
     verified_on="simulated GPU",
     sick=gpu_run(STEP, 40.0),
     healthy=cpu_run({"unexplained": 3, **STEP}),

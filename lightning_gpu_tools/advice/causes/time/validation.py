@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.cause import Cause, Variant
 from lightning_gpu_tools.advice.causes.time.epoch_start import MIN_EPOCHS
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Evidence, Finding, lost_time
@@ -124,19 +124,19 @@ def _rarely(run: RunMeasurements, times: int) -> str:
 
 CAUSE = Cause(
     rows=[
-        Shape(
+        Variant(
             "Validation takes ...",
             "`check_val_every_n_epoch` or `val_check_interval`, if there are enough epochs; `limit_val_batches`",
         ),
-        Shape(
+        Variant(
             "Each validation spends ...% of its time starting ... workers",
             "`persistent_workers=True` for the validation loader",
         ),
-        Shape("Validation spends ...% of its time waiting for its loader", "the `num_workers` in the advice"),
+        Variant("Validation spends ...% of its time waiting for its loader", "the `num_workers` in the advice"),
     ],
     find=find,
     why_not=why_not,
-    is_however_short=True,
+    ignores_min_cost=True,
     is_judged_early=lambda run: run.validations >= MIN_EPOCHS,
     verified_on="cpu",
     sick=cpu_run({"validation": 50, **STEP}),
