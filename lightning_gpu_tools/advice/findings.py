@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Literal
 
 from lightning_gpu_tools.advice.idle_time import idle_residual
-from lightning_gpu_tools.advice.lines import sentence, where
+from lightning_gpu_tools.advice.lines import top_line_sentence, top_source_lines
 from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_duration, printable
@@ -183,8 +183,8 @@ def lost_time(
         evidence = {**evidence, "ms_per_step": 1e3 * per_step_s}
         detail = detail or f"{format_duration(per_step_s)} per step"
     if lines:
-        evidence = {**evidence, "source_lines": where(run.lines, *lines)}
-    hint = sentence(run.lines, *lines, whose=whose) or (FIND_FUNCTION if has_function else "")
+        evidence = {**evidence, "source_lines": top_source_lines(run.lines, *lines)}
+    hint = top_line_sentence(run.lines, *lines, whose=whose) or (FIND_FUNCTION if has_function else "")
     bound = ceiling(share if avoidable is None else avoidable)
     # If the GPU's times contradict the driver's utilization, the share may be too large by the difference.
     surely = (share if lower is None else lower) - idle_residual(run)

@@ -64,7 +64,7 @@ def worth_reporting(shares: Sequence[LineShare]) -> list[LineShare]:
     return [one for one in shares if one.share >= _MIN_SHARE][:_MAX_LINES]
 
 
-def where(lines: Sequence[SourceLine], *phases: str) -> str | None:
+def top_source_lines(lines: Sequence[SourceLine], *phases: str) -> str | None:
     """Return the lines that take the time of these phases, in the format of ``evidence["source_lines"]``.
 
     ``"data.py:41 in decode (62%), data.py:57 in __getitem__ (20%)"``; ``None`` if there are too few samples.
@@ -83,7 +83,7 @@ def holding(lines: Sequence[MemoryLine]) -> str | None:
     return ", ".join(f"{in_words(*one[3:])} ({format_bytes(one.bytes)})" for one in named) or None
 
 
-def sentence(lines: Sequence[SourceLine], *phases: str, whose: str = "this time") -> str:
+def top_line_sentence(lines: Sequence[SourceLine], *phases: str, whose: str = "this time") -> str:
     """Return a sentence about the line that takes most of these phases; empty if it is not in the program."""
     for one in worth_reporting(seen_in(lines, *phases))[:1]:
         if is_of_program(one.file):

@@ -45,7 +45,7 @@ class Stall:
 
 def headline(phase: str, stuck_s: float, step: int) -> str:
     """Return the first sentence about a stall."""
-    return f"Training has made no progress for {format_duration(stuck_s)}, {during(phase)} at step {step}."
+    return f"Training has made no progress for {format_duration(stuck_s)}, {phase_phrase(phase)} at step {step}."
 
 
 def describe_rank(rank: RankFacts) -> str:
@@ -55,7 +55,7 @@ def describe_rank(rank: RankFacts) -> str:
     elif rank.silent_s:
         state = f"silent for {format_duration(rank.silent_s)}"
     else:
-        state = during(rank.phase) if rank.waits_in is None else f"waiting in {printable(rank.waits_in)}"
+        state = phase_phrase(rank.phase) if rank.waits_in is None else f"waiting in {printable(rank.waits_in)}"
     return f"rank {rank.rank}: step {rank.step} of epoch {rank.epoch}, {state}"
 
 
@@ -64,7 +64,7 @@ def is_idle(process: ProcessFacts) -> bool:
     return process.cpu_share < _COMPUTES
 
 
-def does(process: ProcessFacts) -> str:
+def activity_phrase(process: ProcessFacts) -> str:
     """Return a process's activity and its source line: ``"waits for a lock in __getitem__ (data.py:41)"``."""
     if process.waits_for == "storage":
         activity = "waits for storage" + (f" ({printable(process.file)})" if process.file else "")
@@ -72,16 +72,16 @@ def does(process: ProcessFacts) -> str:
         activity = f"computes ({100 * process.cpu_share:.0f}% of a core)"
     else:
         activity = "waits for a lock" if process.waits_for == "lock" else "waits"
-    return activity + where(process.stack)
+    return activity + in_function(process.stack)
 
 
-def where(stack: Sequence[Frame]) -> str:
+def in_function(stack: Sequence[Frame]) -> str:
     """Return the innermost call in the user's program: ``" in __getitem__ (data.py:41)"``; empty without a stack."""
     frame = next((frame for frame in reversed(stack) if not frame.is_library), stack[-1] if stack else None)
     return "" if frame is None else f" in {printable(frame.function)} ({printable(frame.file)}:{frame.line})"
 
 
-def during(phase: str) -> str:
+def phase_phrase(phase: str) -> str:
     """Return a phase as a phrase: ``"while waiting for data"``."""
     base, _, name = phase.partition("/")
     if name and base in (CALLBACK, LOGGING, TRAINING_STEP):

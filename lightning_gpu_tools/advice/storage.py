@@ -7,7 +7,7 @@ from lightning_gpu_tools.training.storage import Storage
 from lightning_gpu_tools.units import printable, printable_path
 
 
-def described(storage: Storage | None, subject: str = "") -> str:
+def storage_sentence(storage: Storage | None, subject: str = "") -> str:
     """Return a sentence after a space: ``" /data is on nfs4, a network file system."``; empty if it is unknown."""
     if storage is None:
         return ""

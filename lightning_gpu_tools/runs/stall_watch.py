@@ -18,7 +18,7 @@ import msgspec
 from lightning_gpu_tools.advice.collectives import collective_of
 from lightning_gpu_tools.advice.diagnosis import explain_stall
 from lightning_gpu_tools.advice.stall_patience import Patience, is_excused, limit_s
-from lightning_gpu_tools.advice.stalls import Stall, describe_rank, headline, where
+from lightning_gpu_tools.advice.stalls import Stall, describe_rank, headline, in_function
 from lightning_gpu_tools.errors import StalledTrainingWarning
 from lightning_gpu_tools.reports.report import FILE_NAME
 from lightning_gpu_tools.runs.notify import notify
@@ -218,7 +218,7 @@ class StallWatch:
             rank,
             has_stalled=True,
             waits_in=collective_of(stack, facts.phase, self._groups) if place.world_size > 1 else None,
-            line=where([frame for frame in stack if not frame.is_library]),
+            line=in_function([frame for frame in stack if not frame.is_library]),
             groups=self._groups,
             why=found.why,
             next_step=found.advice,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import LOADER, STEP, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION
-from lightning_gpu_tools.advice.lines import MIN_SAMPLES, seen_in, sentence, where, worth_reporting
+from lightning_gpu_tools.advice.lines import MIN_SAMPLES, seen_in, top_line_sentence, top_source_lines, worth_reporting
 from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import SourceLine
 
@@ -56,12 +56,14 @@ def test_few_lines_are_named_and_none_that_takes_little(lines: list[SourceLine])
 
 def test_a_line_of_a_framework_is_no_advice() -> None:
     lines = [seen(OPTIMIZER, 30, file="lightning/pytorch/core/module.py")]
-    assert sentence(lines, OPTIMIZER) == ""
-    assert where(lines, OPTIMIZER) == "lightning/pytorch/core/module.py:41 in decode (100%)"
+    assert top_line_sentence(lines, OPTIMIZER) == ""
+    assert top_source_lines(lines, OPTIMIZER) == "lightning/pytorch/core/module.py:41 in decode (100%)"
 
 
 def test_a_name_of_another_user_reaches_no_terminal_raw() -> None:
-    assert "\x1b" not in str(where([seen(DATA_LOADING, 30, file="a\x1b[2J.py", function="\x1b[1m")], DATA_LOADING))
+    assert "\x1b" not in str(
+        top_source_lines([seen(DATA_LOADING, 30, file="a\x1b[2J.py", function="\x1b[1m")], DATA_LOADING)
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import a_stack, a_stall
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.stalls import does, is_idle, where
+from lightning_gpu_tools.advice.stalls import activity_phrase, in_function, is_idle
 from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.stall_facts import ProcessFacts, StallFacts
 
@@ -31,7 +31,7 @@ def find(facts: StallFacts) -> Iterator[Finding]:
     if len(workers) > 1 and all(is_idle(one) and one.waits_for == "lock" for one in workers):
         yield new_finding(
             "blocked_worker",
-            f"All {len(workers)} workers wait for a lock{where(worker.stack)}. "
+            f"All {len(workers)} workers wait for a lock{in_function(worker.stack)}. "
             "A process that was forked while a thread held a lock waits for it forever.",
             [
                 'Set multiprocessing_context="spawn" or "forkserver", or call cv2.setNumThreads(0) first. '
@@ -40,7 +40,8 @@ def find(facts: StallFacts) -> Iterator[Finding]:
         )
     yield new_finding(
         "blocked_worker",
-        f"Worker {number} (PID {worker.pid}) of {len(workers)} {does(worker)}. It has to deliver the next batch.",
+        f"Worker {number} (PID {worker.pid}) of {len(workers)} {activity_phrase(worker)}. "
+        "It has to deliver the next batch.",
         [
             "Check __getitem__ of the dataset, and the sample that it loads.",
             "DataLoader(timeout=60) raises an error instead.",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import a_stall
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.stalls import does
+from lightning_gpu_tools.advice.stalls import activity_phrase
 from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
@@ -18,7 +18,7 @@ from lightning_gpu_tools.training.stall_facts import StallFacts
 def find(facts: StallFacts) -> Iterator[Finding]:
     yield new_finding(
         "code",
-        f"The training process {does(facts.process)}.",
+        f"The training process {activity_phrase(facts.process)}.",
         ["Check that code: often it calls a network or another process without a timeout."],
     )
 

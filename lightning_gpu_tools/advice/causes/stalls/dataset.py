@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import a_stall
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.stalls import does
+from lightning_gpu_tools.advice.stalls import activity_phrase
 from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, VALIDATION, base_phase
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
@@ -19,7 +19,7 @@ def find(facts: StallFacts) -> Iterator[Finding]:
     if base_phase(facts.phase) in (DATA_LOADING, EPOCH_START):
         yield new_finding(
             "dataset",
-            f"The training process itself loads data, and {does(facts.process)}.",
+            f"The training process itself loads data, and {activity_phrase(facts.process)}.",
             ["Check __getitem__ of the dataset, and the sample that it loads."],
         )
 

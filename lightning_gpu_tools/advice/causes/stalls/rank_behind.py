@@ -12,7 +12,7 @@ from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.collectives import SAME_BATCHES, hanging_call, name_ranks
 from lightning_gpu_tools.advice.examples import a_rank, a_stall
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.stalls import during
+from lightning_gpu_tools.advice.stalls import phase_phrase
 from lightning_gpu_tools.training.phases import DATA_LOADING, FORWARD
 from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
 from lightning_gpu_tools.units import format_duration, plural, printable
@@ -33,7 +33,7 @@ def find(facts: StallFacts) -> Iterator[Finding]:
     if not gone + behind:
         return
     rank = (gone + behind)[0]
-    where = f"All ranks wait for rank {rank.rank}, at step {rank.step}, {during(rank.phase)}."
+    where = f"All ranks wait for rank {rank.rank}, at step {rank.step}, {phase_phrase(rank.phase)}."
     why, next_step = _left(rank, facts.ranks) if gone else (f"{where} {rank.why}", rank.next_step)
     yield new_finding("rank_behind", why if call is None else f"{why} {call}", [next_step], {"rank": rank.rank})
 
@@ -46,7 +46,7 @@ def _left(rank: RankFacts, ranks: Sequence[RankFacts]) -> tuple[str, str]:
     if rank.ended is not None:
         return f"Rank {rank.rank} stopped training at step {rank.step} ({printable(rank.ended)}); {wait}", _ERRORS
     silent = f"Rank {rank.rank} (PID {rank.pid} on node {rank.node}) has been silent for"
-    since = f"{format_duration(rank.silent_s)}, since step {rank.step}, {during(rank.phase)}"
+    since = f"{format_duration(rank.silent_s)}, since step {rank.step}, {phase_phrase(rank.phase)}"
     return f"{silent} {since}; {wait}", _SILENCE
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import a_stall
 from lightning_gpu_tools.advice.findings import Finding, new_finding
-from lightning_gpu_tools.advice.stalls import does
+from lightning_gpu_tools.advice.stalls import activity_phrase
 from lightning_gpu_tools.training.phases import VALIDATION
 from lightning_gpu_tools.training.stall_facts import ProcessFacts, StallFacts
 
@@ -22,7 +22,7 @@ def find(facts: StallFacts) -> Iterator[Finding]:
         name = f"Worker {facts.awaited_worker} (PID {process.pid})" if facts.workers else "The training process"
         yield new_finding(
             "storage",
-            f"{name} {does(process)}.",
+            f"{name} {activity_phrase(process)}.",
             [
                 "Check the mount with `ls`, `df` and `dmesg`.",
                 "Copy the data to a local disk, or write checkpoints to one.",

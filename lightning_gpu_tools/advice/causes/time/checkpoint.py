@@ -11,7 +11,7 @@ from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.host_phases import lost_in, phases_of
-from lightning_gpu_tools.advice.storage import described, evidence_of
+from lightning_gpu_tools.advice.storage import evidence_of, storage_sentence
 from lightning_gpu_tools.training.phases import CHECKPOINT
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
@@ -19,7 +19,7 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 def find(run: RunMeasurements) -> Iterator[Finding]:
     plugin = ": Trainer(plugins=[AsyncCheckpointIO(PortableCheckpointIO())])" if run.has_trainer else ""
     storage = run.checkpoint_storage
-    where = described(storage, subject="Their folder ")
+    where = storage_sentence(storage, subject="Their folder ")
     if storage is not None and storage.is_network:
         where += " Saving to a local disk and copying them later may be faster."
     for one in phases_of(run, CHECKPOINT):

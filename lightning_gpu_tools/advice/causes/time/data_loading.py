@@ -25,7 +25,7 @@ from lightning_gpu_tools.advice.findings import (
     median_interval,
 )
 from lightning_gpu_tools.advice.idle_time import exposed_share, idle_share, without_warm_up
-from lightning_gpu_tools.advice.lines import MIN_SAMPLES, is_of_program, seen_in, sentence, where
+from lightning_gpu_tools.advice.lines import MIN_SAMPLES, is_of_program, seen_in, top_line_sentence, top_source_lines
 from lightning_gpu_tools.advice.loader_plan import (
     BETWEEN_RUNS,
     BY_THE_FINDER,
@@ -39,7 +39,7 @@ from lightning_gpu_tools.advice.loader_plan import (
     settings_line,
     with_range,
 )
-from lightning_gpu_tools.advice.storage import described, evidence_of, may_be_remote
+from lightning_gpu_tools.advice.storage import evidence_of, may_be_remote, storage_sentence
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched, workers_allowed
 from lightning_gpu_tools.training.phases import IN_WORKER, PAUSES
 from lightning_gpu_tools.training.run_measurements import (
@@ -262,7 +262,7 @@ def _shortage(
         kind = "cold_cache"
         advice = (
             f"Early batches read {format_bytes(early_bytes)} each from storage, later ones from the page cache."
-            f"{described(run.storage)} Later epochs need no change."
+            f"{storage_sentence(run.storage)} Later epochs need no change."
             f"{' For the first one, copy the data to a local disk.' if may_be_remote(run.storage) else ''}"
         )
     elif not in_memory and computing < _COMPUTING and (seen.storage_wait_share or 0.0) > _STORAGE_WAIT:
@@ -271,7 +271,7 @@ def _shortage(
         changes = f"Copy the data to a local disk, {changes}" if may_be_remote(run.storage) else changes.capitalize()
         advice = (
             f"The workers were waiting for storage in {100 * (seen.storage_wait_share or 0.0):.0f}% of the polls."
-            f"{described(run.storage)} {changes}."
+            f"{storage_sentence(run.storage)} {changes}."
         )
         if plan.settings.num_workers > now.num_workers:
             more = f"{allowed.reasons} Then more" if allowed.obstacles else "More"
@@ -389,10 +389,10 @@ def _with_lines(run: RunMeasurements, finding: Finding) -> Finding:
     """Add the source lines that take the time, unless the workers are not the limit."""
     evidence = finding.evidence
     phase = IN_WORKER if evidence.get("num_workers") else DATA_LOADING
-    lines = where(run.lines, phase)
+    lines = top_source_lines(run.lines, phase)
     if lines is None or (phase == IN_WORKER and evidence["kind"] == "main_process"):
         return finding
-    line = sentence(run.lines, phase, whose="the loader's time")
+    line = top_line_sentence(run.lines, phase, whose="the loader's time")
     return replace(finding, evidence={**evidence, "source_lines": lines}, advice=f"{finding.advice} {line}".strip())
 
 

@@ -13,7 +13,7 @@ from statistics import fmean, median, median_low
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, ranks
 from lightning_gpu_tools.advice.findings import Evidence, Finding, lost_time
-from lightning_gpu_tools.advice.lines import sentence, where
+from lightning_gpu_tools.advice.lines import top_line_sentence, top_source_lines
 from lightning_gpu_tools.advice.ranks import PARTS_OF_STEP, own_work_s, slowest_rank, unknown_parts, waited_s
 from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, PHASES, TRAINING_STEP, base_phase
@@ -148,8 +148,8 @@ def _line_behind(slow: RankStep, phase: str | None, evidence: Evidence) -> str:
     phases = [f"{TRAINING_STEP}/{phase}"] if phase in PARTS_OF_STEP else [phase]
     if phase == DATA_LOADING and any(one.phase == IN_WORKER for one in slow.lines):
         phases = [IN_WORKER]
-    evidence["source_lines"] = where(slow.lines, *phases)
-    return sentence(slow.lines, *phases)
+    evidence["source_lines"] = top_source_lines(slow.lines, *phases)
+    return top_line_sentence(slow.lines, *phases)
 
 
 def _phase_behind(ranks: Sequence[RankStep], slow: RankStep, excess_s: float) -> tuple[str | None, float]:
