@@ -49,7 +49,7 @@ _FILE = re.compile(
     rf"(?:((?:claim|wait)-[0-9a-f]{{16}})\.sock|\.?((?:claim|wait)-[0-9a-f]{{16}})(?:-{_UUID_START.pattern})*\.json)"
 )
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-_LOOK = os.O_PATH | os.O_NOFOLLOW  # of a symbolic link, this opens the link itself
+_PATH_ONLY = os.O_PATH | os.O_NOFOLLOW  # of a symbolic link, this opens the link itself
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
@@ -251,7 +251,7 @@ class Folder:
         try:
             if file in self._mounted:
                 return False
-            descriptor = os.open(file, _LOOK, dir_fd=self._descriptor)
+            descriptor = os.open(file, _PATH_ONLY, dir_fd=self._descriptor)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -290,7 +290,7 @@ class Folder:
     def _listen(self, listener: "socket.socket", file: str, made: dict[str, os.stat_result]) -> None:
         listener.bind(f"{self._here}/{file}")
         # The folder's owner may have replaced the file, and chmod() follows links.
-        descriptor = os.open(file, _LOOK, dir_fd=self._descriptor)
+        descriptor = os.open(file, _PATH_ONLY, dir_fd=self._descriptor)
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():

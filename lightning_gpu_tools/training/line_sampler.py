@@ -75,7 +75,7 @@ class _Sampler(BackgroundJobs):
         """Return the seconds until the next check; 0: sample now."""
         raise NotImplementedError
 
-    def _look(self) -> tuple[str, FrameType | None]:
+    def _read_frame(self) -> tuple[str, FrameType | None]:
         """Return the phase that a sample counts for now, and the innermost frame of the thread."""
         raise NotImplementedError
 
@@ -88,7 +88,7 @@ class _Sampler(BackgroundJobs):
             if sys.getswitchinterval() > SWITCH_S:
                 self._patches.set_value(sys.getswitchinterval, sys.setswitchinterval, SWITCH_S)
             with frames_kept():
-                phase, frame = self._look()
+                phase, frame = self._read_frame()
                 seen = None if base_phase(phase) == MONITORING else line_of(frame)
                 del frame  # with the batch in it
             if seen is not None and (seen.is_loading or not self.only_loading):
@@ -159,7 +159,7 @@ class LineSampler(_Sampler):
         return True
 
     @override
-    def _look(self) -> tuple[str, FrameType | None]:
+    def _read_frame(self) -> tuple[str, FrameType | None]:
         # In one expression, within which Python does not switch threads. Afterwards the thread may be elsewhere.
         phase, frames = self._clock.current.phase, sys._current_frames()
         frame = self._frame(frames, phase)
@@ -202,7 +202,7 @@ class _WorkerSampler(_Sampler):
         return _WORKER_START_S if not self._taken else float("inf") if self._taken > WINDOW_SAMPLES else 0.0
 
     @override
-    def _look(self) -> tuple[str, FrameType | None]:
+    def _read_frame(self) -> tuple[str, FrameType | None]:
         return IN_WORKER, sys._current_frames().get(self._thread_id)
 
     def _save(self) -> None:
