@@ -1,0 +1,152 @@
+"""What differs in this process between two moments, found by comparing everything, and the tables of docs about it."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from trainings import background_threads
+
+import lightning_gpu_tools
+
+PAGE = Path(lightning_gpu_tools.__file__).parents[1] / "docs" / "what_the_monitor_changes.md"
+OURS = "lightning_gpu_tools"
+LIGHTNINGS = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
+# Modules that change themselves, or of which a run changes nothing: their many functions would take the most time.
+SKIPPED = {OURS, "pytest", "_pytest", "sympy", "scipy", "mpmath", "matplotlib", "pynvml", "pyparsing", "PIL", "yaml"}
+
+
+def table(*sections: str) -> dict[str, bool]:
+    """Return the names in the tables of the page, of these sections or of all, and whether each change stays."""
+    found = {}
+    for section in PAGE.read_text().split("\n## ")[1:]:
+        if not sections or section.partition("\n")[0] in sections:
+            for what, _, when, _ in re.findall(r"^\| (.+) \| (.+) \| (.+) \|(.*)\|$", section, re.MULTILINE):
+                found.update(dict.fromkeys(re.findall(r"`(.+?)`", what), when.startswith("*stays*")))
+    return found
+
+
+class Snapshot(NamedTuple):
+    """Every function of every module and class; settings of the process, and functions of a run's objects."""
+
+    functions: dict[str, Any]
+    others: dict[str, Any]
+
+
+def snapshot(objects: Mapping[str, Sequence[Any]]) -> Snapshot:
+    """Return the state of the process and of these objects, to be compared with :func:`changed`."""
+    return Snapshot(dict(_functions()), {**dict(_settings()), **dict(_of_objects(objects))})
+
+
+def changed(before: Snapshot, after: Snapshot) -> set[str]:
+    """Return the names of what differs, but not new modules and classes, nor their caches."""
+    old, new = before.functions, after.functions
+    parents = {name.rpartition(".")[0] for name in old}
+    split = {name: name.rpartition(".") for name in new.keys() - old.keys()}
+    added = {name for name, (parent, _, key) in split.items() if parent in parents and not key.startswith("_")}
+    found = added | {name for name in old.keys() & new.keys() if old[name] is not new[name]} | (old.keys() - new.keys())
+    names = before.others.keys() | after.others.keys()
+    return found | {name for name in names if not _same(before.others.get(name), after.others.get(name))}
+
+
+def of_trainer(trainer: Any) -> dict[str, list[Any]]:
+    """Return the objects of a Trainer, by the names that the page has for them."""
+    return {
+        "strategy": [trainer.strategy],
+        "profiler": [trainer.profiler],
+        "logger": trainer.loggers,
+        "callback": [one for one in trainer.callbacks if not is_ours(one)],
+        "own callback": [one for one in trainer.callbacks if is_ours(one)],
+        "module": [trainer.lightning_module],
+        "train_dataloader": [trainer.train_dataloader],
+        "": [trainer],
+    }
+
+
+def is_ours(thing: object) -> bool:
+    return any(cls.__module__.startswith(OURS) for cls in type(thing).__mro__)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, (list, str, float, bool)) and one == other)
+
+
+def _functions() -> Iterator[tuple[str, Any]]:
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in SKIPPED:
+            continue
+        short = re.sub(r"^(lightning\.pytorch|pytorch_lightning)\.", "", name)
+        for key, value in list(getattr(module, "__dict__", {}).items()):
+            if callable(value):
+                yield f"{short}.{key}", value
+                if isinstance(value, type) and value.__module__ == name:
+                    yield from ((f"{short}.{key}.{own}", one) for own, one in list(vars(value).items()))
+
+
+def _settings() -> Iterator[tuple[str, Any]]:
+    optimizer = importlib.import_module("torch.optim.optimizer")
+    hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    yield "hooks of all optimizers", [dict(one) for one in hooks]
+    yield "gc.callbacks", list(gc.callbacks)
+    yield "gc.isenabled()", gc.isenabled()
+    yield "sys.getswitchinterval()", sys.getswitchinterval()
+    yield "sys.meta_path", list(sys.meta_path)
+    yield "sys.gettrace()", sys.gettrace()
+    yield "sys.getprofile()", sys.getprofile()
+    yield "warnings.filters", list(warnings.filters)
+    yield "logging", [(one.handlers, one.filters, one.level) for one in map(logging.getLogger, ["", *LIGHTNINGS])]
+    yield "os.getcwd()", os.getcwd()
+    yield "multiprocessing.get_start_method()", str(multiprocessing.get_start_method(allow_none=True))
+    yield "torch.get_num_threads()", str(torch.get_num_threads())
+    yield "torch.cuda.get_sync_debug_mode()", str(torch.cuda.is_initialized() and torch.cuda.get_sync_debug_mode())
+    yield "numpy.random.get_bit_generator()", np.random.get_bit_generator()  # type: ignore[attr-defined]
+    yield "threads", sorted(thread.name for thread in background_threads())
+    yield from ((f"os.environ[{name!r}]", value) for name, value in os.environ.items())
+    names = {one.value: one.name for one in signal.Signals}
+    yield from ((names.get(one, f"signal {one}"), signal.getsignal(one)) for one in signal.valid_signals())
+    # Also of handlers that are not Python's.
+    yield "signals with a handler", Path("/proc/self/status").read_text().partition("SigCgt:")[2].split()[0]
+
+
+def _of_objects(objects: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any]]:
+    queue = [(name, one) for name, several in objects.items() for one in several if one is not None]
+    seen: set[int] = set()
+    while queue:
+        path, thing = queue.pop(0)
+        if id(thing) in seen or type(thing) in weakref.ProxyTypes:
+            continue
+        seen.add(id(thing))
+        if path == "train_dataloader":
+            yield from [(path, True)] if is_ours(thing) else []
+            continue
+        for key, value in list(getattr(thing, "__dict__", {}).items()):
+            name = f"{path}.{key}".removeprefix(".")
+            several = value if isinstance(value, (list, tuple)) else [value]
+            followed = [one for one in several if _is_followed(one)]
+            queue += [(name, one) for one in followed]
+            if value is None and callable(getattr(type(thing), key, None)):
+                yield f"hidden hooks of {path}", True
+            elif callable(value) and not followed:
+                yield name, value
+        if path == "module":
+            kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+            hooks = [getattr(weight, kind, None) for kind in kinds for weight in thing.parameters()]
+            yield "hooks of parameters", [dict(one or {}) for one in hooks]
+
+
+def _is_followed(thing: object) -> bool:
+    is_lightnings = type(thing).__module__.startswith(LIGHTNINGS) and not isinstance(thing, type)
+    return is_lightnings or isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
