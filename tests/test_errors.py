@@ -77,7 +77,7 @@ PERCENTAGE = "must be 0, or a percentage from 1 to 100, got"
         ("load_from_checkpoint", (Model, {}), {}, "path must be a path or a URL, got dict."),
     ],
 )
-def test_an_argument_of_a_wrong_type_or_size_is_named_with_its_value(
+def test_a_wrong_argument_is_named_with_its_value(
     name: str, given: tuple[Any, ...], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=f"{re.escape(message)}$"):

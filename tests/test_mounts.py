@@ -40,13 +40,13 @@ def test_a_file_is_on_the_innermost_mount(path: str, point: str, file_system: st
     assert (mount.point, mount.file_system) == (point, file_system)
 
 
-def test_a_mount_has_a_device_and_its_folder_and_for_fuse_a_user() -> None:
+def test_a_mount_has_device_folder_and_fuse_user() -> None:
     mounts = parse_mounts(MOUNTINFO)
     assert mounts["/home/ada"][2:] == ("8:17", "/users/ada", None)
     assert mounts["/buckets/my images"].user_id == 1000
 
 
-def test_the_file_system_of_this_folder_is_the_one_that_df_says(tmp_path: Path) -> None:
+def test_the_file_system_of_this_folder_matches_df(tmp_path: Path) -> None:
     mount = mount_of(os.path.realpath(tmp_path), read_mounts())
     assert mount is not None
     df = subprocess.run(["df", "--output=fstype", tmp_path], capture_output=True, text=True, check=True)

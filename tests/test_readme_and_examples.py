@@ -167,7 +167,7 @@ def test_every_variable_of_the_package_is_one_that_it_reads(page: Path) -> None:
     assert unknown_variables(page.read_text(), OWN) == []
 
 
-def test_the_known_variables_of_the_package_are_those_that_it_reads() -> None:
+def test_the_listed_variables_are_those_the_package_reads() -> None:
     source = "".join(path.read_text() for path in (ROOT / "lightning_gpu_tools").rglob("*.py"))
     for name in VARIABLES:
         is_told = name.removeprefix(f"{OWN}_") in TOLD

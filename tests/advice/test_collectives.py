@@ -26,7 +26,7 @@ def of_groups(rank: int, *groups: GroupCalls) -> RankFacts:
     return a_rank(rank, groups=groups, waits_in=calls[0].text if calls else None)
 
 
-def test_ranks_that_wait_and_the_rank_that_has_not_called_it_are_named() -> None:
+def test_waiting_ranks_and_the_missing_rank_are_named() -> None:
     found = explained(a_rank(0, DONE, OPEN), a_rank(1, DONE), a_rank(2, DONE, OPEN))
     assert (found.cause, found.evidence.get("rank")) == ("rank_behind", 1)
     assert found.why.endswith(f" Collective no. 4: ranks 0 and 2 called {REDUCE}; rank 1 did not call it.")

@@ -15,7 +15,7 @@ SIMULATORS = CoreUser(user="", name="sim\x1b", cores=1.1)
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.09, "healthy"), (0.11, "low")])
-def test_no_run_is_healthy_that_waited_for_a_core_for_a_tenth(share: float, verdict: str) -> None:
+def test_waiting_for_cores_a_tenth_of_the_time_is_unhealthy(share: float, verdict: str) -> None:
     diagnosis = diagnose(contended(share))
     assert diagnosis.verdict == verdict
     assert [(one.cause, one.share) for one in diagnosis.findings] == [("cpu_contention", share)] * (verdict == "low")

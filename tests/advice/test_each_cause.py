@@ -14,9 +14,7 @@ from lightning_gpu_tools.advice.diagnosis import diagnose, explain_stall
 
 
 @pytest.mark.parametrize(("folder", "known"), [(time, TIME_CAUSES), (memory, MEMORY_CAUSES), (stalls, STALL_CAUSES)])
-def test_each_file_has_the_name_of_its_cause_and_a_place_in_the_order(
-    folder: ModuleType, known: dict[str, Any]
-) -> None:
+def test_each_cause_has_its_own_file_in_the_order(folder: ModuleType, known: dict[str, Any]) -> None:
     assert {module.name for module in iter_modules(folder.__path__)} == {*known}
     names = [*known]
     for place, (name, cause) in enumerate(known.items()):
@@ -25,7 +23,7 @@ def test_each_file_has_the_name_of_its_cause_and_a_place_in_the_order(
 
 
 @pytest.mark.parametrize("name", TIME_CAUSES)
-def test_a_run_with_the_cause_has_it_first_and_a_similar_run_has_not(name: str) -> None:
+def test_the_cause_comes_first_for_a_sick_run_only(name: str) -> None:
     cause = TIME_CAUSES[name]
     first = diagnose(cause.sick).findings[0]
     assert first.cause == name
@@ -44,14 +42,14 @@ def test_a_cause_is_not_judged_without_what_it_needs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MEMORY_CAUSES)
-def test_an_error_with_the_cause_has_it_first_and_a_similar_one_has_not(name: str) -> None:
+def test_the_cause_comes_first_for_a_sick_error_only(name: str) -> None:
     (sick, error), (healthy, similar) = MEMORY_CAUSES[name].sick, MEMORY_CAUSES[name].healthy
     assert diagnose(sick, out_of_memory=error).findings[0].cause == name
     assert name not in {finding.cause for finding in diagnose(healthy, out_of_memory=similar).findings}
 
 
 @pytest.mark.parametrize("name", STALL_CAUSES)
-def test_a_stall_with_the_cause_has_it_and_a_similar_one_has_not(name: str) -> None:
+def test_the_cause_is_found_for_a_sick_stall_only(name: str) -> None:
     sick = explain_stall(STALL_CAUSES[name].sick)
     assert sick.cause == name
     assert all((sick.why, sick.advice))

@@ -44,7 +44,7 @@ def test_slow_batches_now_and_then_deepen_the_queue(spread: float | None, prefet
     assert planned.settings.prefetch_factor == prefetch
 
 
-def test_workers_that_compute_are_limited_by_cores_and_workers_that_wait_for_a_disk_are_not() -> None:
+def test_cores_limit_computing_workers_but_not_waiting_ones() -> None:
     computing = plan(0.080, 0.010, a_host(4), cpu_s=0.080)
     # 80 ms of loading and 10 ms of training on 4 cores take 22.5 ms a batch at best, and 4 workers come near enough.
     assert (computing.settings.num_workers, computing.limited_by, computing.workers_needed) == (4, "cores", 9)
@@ -84,7 +84,7 @@ def test_batches_must_fit_into_shared_memory() -> None:
     st.integers(1, 16),
     st.floats(0, 256),
 )
-def test_no_plan_asks_for_more_than_the_step_or_the_host_can_use(
+def test_no_plan_exceeds_what_step_and_host_can_use(
     load_s: float,
     step_s: float,
     cores: float,

@@ -117,7 +117,7 @@ def held(now: float, peak: float, *, before: float = 0.0) -> int:
     return (account_of([rank]).peak_reserved_bytes or 0) // GIB
 
 
-def test_the_peak_of_what_torch_held_outlasts_its_cache_and_is_this_trainings() -> None:
+def test_the_reserved_peak_outlasts_the_cache_and_is_this_runs() -> None:
     assert held(24, 24) == 24
     assert held(8, 30) == 30  # the program has emptied the cache
     assert held(24, 70, before=70) == 24  # a search for the largest batch had all of the GPU

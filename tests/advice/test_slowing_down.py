@@ -85,7 +85,7 @@ def test_other_waits_and_small_changes_are_no_slowing_down(measured: RunMeasurem
     assert slowdown(measured) is None
 
 
-def test_time_counts_once_for_the_slowdown_and_the_rest_for_its_phase() -> None:
+def test_time_counts_either_as_slowdown_or_for_its_phase() -> None:
     logger = "logging/CSVLogger"
     named = found(diagnose(of([{FORWARD: 20.0, logger: 20.0 + 20 * part} for part in UP])))
     assert named["slowing_down"].share + named["logging"].share == pytest.approx(30 / 50)

@@ -73,7 +73,7 @@ def test_a_number_of_seconds_applies_to_every_phase() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from([FORWARD, DATA_LOADING, VALIDATION]), st.floats(0.01, 3.0)), max_size=30))
-def test_nothing_alarms_that_takes_at_most_three_times_as_long_as_before(stays: list[tuple[str, float]]) -> None:
+def test_up_to_three_times_the_usual_time_is_no_stall(stays: list[tuple[str, float]]) -> None:
     run, longest_s = Run(), 0.0
     for phase, factor in stays:
         # A poll may come an interval after a phase began or ended.
@@ -82,7 +82,7 @@ def test_nothing_alarms_that_takes_at_most_three_times_as_long_as_before(stays: 
         longest_s = max(longest_s, seconds * (phase != VALIDATION))
 
 
-def test_a_collection_of_garbage_changes_no_limit_and_a_stopped_process_is_no_stall() -> None:
+def test_garbage_collection_and_stopped_processes_are_no_stalls() -> None:
     run = Run()
     run.stay(VALIDATION, 100)
     run.poll(GARBAGE_COLLECTION)

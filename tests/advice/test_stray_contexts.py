@@ -85,7 +85,7 @@ ANYWAY = {
 
 
 @pytest.mark.parametrize(("contexts", "error"), ANYWAY.values(), ids=ANYWAY)
-def test_an_error_that_would_come_anyway_is_not_theirs_but_they_are_named(
+def test_stray_contexts_are_named_but_not_blamed_for_inevitable_errors(
     contexts: tuple[HeldContext, ...], error: OutOfMemory
 ) -> None:
     found = diagnose(gpu_run(STEP, 97.0, contexts=(*OWN, *contexts)), out_of_memory=error)

@@ -121,7 +121,7 @@ def test_weights_that_torch_cannot_copy_are_saved_again_or_removed(value: Any, r
 
 
 @pytest.mark.follows("which can only be changed under torch.inference_mode()", "replace it with its clone()")
-def test_tensors_of_a_model_that_cannot_be_changed_are_changed_as_advised(run: Run) -> None:
+def test_unchangeable_tensors_load_after_following_the_advice(run: Run) -> None:
     torch.save(WEIGHTS, "a.pt")
     with torch.inference_mode():
         model = net()
@@ -226,7 +226,7 @@ def test_what_cannot_be_converted_is_kept_without_the_option(run: Run) -> None:
 
 
 @pytest.mark.follows("Load the weights before saving the model")
-def test_a_model_on_the_meta_device_is_saved_after_its_weights_are_loaded(run: Run) -> None:
+def test_a_meta_model_is_saved_after_loading_its_weights(run: Run) -> None:
     with torch.device("meta"):
         model = net()
     torch.save(model.state_dict(), "meta.pt")

@@ -141,7 +141,7 @@ class Embedding(nn.Module):
 
 @pytest.mark.parametrize("wrap", [lambda net: net, nn.DataParallel, AveragedModel, lambda net: nn.Sequential(net)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
-def test_a_buffer_that_is_no_longer_saved_is_no_reason_to_refuse(wrap: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_buffer_no_longer_saved_is_accepted(wrap: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     source = Embedding(saves=True, dtype=dtype)
     if dtype.is_floating_point:
         source = source.half()

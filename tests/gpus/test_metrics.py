@@ -37,7 +37,7 @@ def test_docs_and_docstring_list_the_logged_metrics() -> None:
     assert listed == {*LOGGED}, "list it in the docstring of trainer/gpu_utilization_monitor.py"
 
 
-def test_every_number_of_a_gpu_is_in_a_table_of_the_report() -> None:
+def test_every_gpu_number_is_in_a_table_of_the_report() -> None:
     numbers = {name for name, hint in get_type_hints(GpuSummary).items() if is_number(hint)}
     shown = {column.field for column in COLUMNS}
     assert len(numbers) > 15
@@ -68,7 +68,7 @@ def test_each_side_is_added_up() -> None:
     assert shares([OURS, MATE, THEIRS], {1, 2}) == (8, 7, 70.0, 20.0)
 
 
-def test_what_the_driver_does_not_tell_of_one_process_is_unknown_of_its_side_only() -> None:
+def test_an_unreported_process_makes_only_its_own_side_unknown() -> None:
     assert shares([OURS, THEIRS, GpuProcess(pid=8)], {1}) == (5, None, 60.0, None)
 
 

@@ -101,7 +101,7 @@ def test_what_happened_in_validation_is_kept_apart(clock):
     assert (training.energy_joules, validation.energy_joules) == (pytest.approx(300), pytest.approx(300))
 
 
-def test_an_answer_that_cannot_be_used_ends_the_sampling_of_one_gpu_only(clock):
+def test_an_unusable_answer_ends_sampling_of_one_gpu_only(clock):
     started_s = time.monotonic()
     clock.gpus = [gpu(utilization=90), gpu(utilization=10)]
     broken = clock.gpus[0].uuid
@@ -120,7 +120,7 @@ def test_an_answer_that_cannot_be_used_ends_the_sampling_of_one_gpu_only(clock):
     assert time.monotonic() - started_s < TIMEOUT_S  # nobody waits for a thread that has ended
 
 
-def test_a_gpu_whose_driver_hangs_is_named_and_holds_no_other_up(clock, monkeypatch):
+def test_a_hanging_gpu_is_named_and_delays_no_other(clock, monkeypatch):
     monkeypatch.setattr(limits, "LIMIT_S", 1.0)
     clock.gpus = [gpu(memory_free="60GiB", utilization=90), gpu(utilization=10)]
     hanging = clock.gpus[0].uuid
@@ -204,7 +204,7 @@ def test_metrics_are_made_once_for_each_poll(clock):
             assert watch.take_metrics() == ({}, [])
 
 
-def test_what_heat_takes_of_the_clock_is_that_of_the_slowest_gpu_that_trains(clock):
+def test_lost_clock_is_that_of_the_slowest_training_gpu(clock):
     cool, hot, other = gpu(), gpu(throttled_thermal=1.0, sm_clock_mhz=1188), gpu(throttled_thermal=1.0, sm_clock_mhz=99)
     clock.gpus = [cool, hot, other]
     with watching(clock, trained_on=2) as watch:

@@ -61,7 +61,7 @@ def test_a_sample_stands_for_the_time_since_the_one_before(times, previous_s, ex
 
 
 @given(st.lists(st.tuples(percents, durations), min_size=1, max_size=50), st.floats(0, 1))
-def test_at_most_the_share_of_the_time_is_spent_below_a_percentile(observations, share):
+def test_a_percentile_bounds_the_share_of_time_below_it(observations, share):
     histogram = PercentHistogram()
     for percent, seconds in observations:
         histogram.add(percent, seconds)
@@ -101,7 +101,7 @@ def test_windows_together_hold_what_one_window_would(steps, cuts):
     assert sum(percent_seconds) == pytest.approx(whole.utilization_percent_mean * whole.utilization_observed_s)
 
 
-def test_gauges_are_those_of_the_last_poll_and_memory_keeps_its_peak():
+def test_gauges_are_of_the_last_poll_and_memory_peaks():
     first = at(1.0, memory_used_bytes=900, power_watts=50.0, temperature_celsius=60.0, processes=(GpuProcess(pid=1),))
     window = window_of(first, at(2.0, memory_used_bytes=300, power_watts=70.0, memory_total_bytes=1000))
     assert (window.memory_used_bytes, window.memory_used_bytes_max, window.memory_total_bytes) == (300, 900, 1000)
@@ -135,7 +135,7 @@ def test_means_of_the_hardware_counters_are_weighted_by_time():
 # Timelines
 
 
-def test_a_timeline_is_exact_until_it_is_full_and_then_half_as_fine():
+def test_a_full_timeline_halves_its_resolution():
     timeline = Timeline(4, width_s=1.0)
     for i in range(4):
         timeline.add(100.0 + i, float(i))
@@ -147,7 +147,7 @@ def test_a_timeline_is_exact_until_it_is_full_and_then_half_as_fine():
 # The table
 
 
-def test_peaks_and_counters_of_a_run_include_validation_and_means_do_not():
+def test_peaks_and_counters_include_validation_but_means_do_not():
     training, validation = (
         window_of(
             at(0.0, energy_joules=0.0, sm_active_percent=percent),

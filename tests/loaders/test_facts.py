@@ -149,7 +149,7 @@ def open_in_worker(worker: int) -> None:
     dataset.file = io.FileIO(__file__)
 
 
-def test_a_program_that_opens_its_file_again_in_workers_is_left_alone(path: Path) -> None:
+def test_files_reopened_in_workers_are_no_obstacle(path: Path) -> None:
     with path.open("rb") as file:
         assert facts_of(OpensAgain(file=file, pid=1)).open_files == ()
         assert facts_of(ReadsAnywhere(file=file)).open_files == ()

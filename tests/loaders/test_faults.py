@@ -96,7 +96,7 @@ def test_a_worker_that_hangs_is_not_waited_for_for_ever(
     assert time.monotonic() - began_s < 60  # the item alone takes 1,000
 
 
-def test_a_worker_that_dies_in_mid_step_does_not_break_the_step() -> None:
+def test_a_worker_dying_in_mid_step_does_not_break_it() -> None:
     made = continued(DataLoader(range(len(IN_ORDER)), batch_size=None))  # type: ignore[arg-type]
     batches = iter(made)
     seen = [int(next(batches)) for _ in range(4)]

@@ -103,7 +103,7 @@ def test_living_workers_learn_what_changes_between_epochs(tmp_path: Path) -> Non
     assert [batch[0] for batch in ours.batches] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
 
 
-def test_what_workers_have_drawn_is_drawn_anew_for_each_batch_without_them() -> None:
+def test_without_workers_each_batch_draws_its_own_numbers() -> None:
     made = continued(LOADERS["drawing"](**arguments(settings(2))))
     made.loading.use(settings(0))
     drawn = [float(number) for _ in range(2) for batch in made for number in batch[:, 1:].flatten()]

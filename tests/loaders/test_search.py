@@ -117,7 +117,7 @@ class Clock:
         return self.cpu_s
 
 
-def test_the_stand_in_takes_as_long_as_the_step_where_sleeping_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stand_in_takes_as_long_as_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(oversleeps=1.3)
     monkeypatch.setattr(search, "time", clock)
     trials = search.Trials(DataLoader(Samples(9)), Step(0.01), budget_s=30)

@@ -75,7 +75,7 @@ def test_without_an_error_nothing_is_released() -> None:
     assert not torch.cuda.is_initialized()
 
 
-def test_in_an_except_block_it_frees_what_failed_and_not_what_runs(failing: Failing) -> None:
+def test_in_an_except_block_only_failed_frames_are_freed(failing: Failing) -> None:
     def train() -> tuple[Batch, BaseException]:
         mine = Batch()
         try:

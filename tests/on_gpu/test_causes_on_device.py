@@ -159,9 +159,7 @@ class LongerAndLonger(Model):
 
 
 @pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
-def test_a_gpu_that_is_busy_for_longer_and_longer_is_not_healthy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growing_gpu_work_is_not_healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_recorder, "_READ_EVERY_S", 0.01)
     report = train(tmp_path, LongerAndLonger(), steps=300)
     (found,) = [one for one in report.diagnosis.findings if one.cause == "slowing_down"]

@@ -15,7 +15,7 @@ from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 
 
-def test_weights_saved_on_a_gpu_come_to_the_cpu_or_where_they_are_wanted(tmp_path: Path) -> None:
+def test_weights_saved_on_a_gpu_load_to_any_device(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     net = torch.compile(nn.DataParallel(nn.Linear(64, 64).cuda(), device_ids=[0]), backend="eager")
     write_checkpoint({"state_dict": net.state_dict()}, path)

@@ -194,7 +194,7 @@ def test_a_model_that_is_too_large_fits_in_half_precision(tmp_path: Path) -> Non
         assert (after["outcome"] == "completed") == bool(options), after
 
 
-def test_an_allocator_of_the_driver_is_read_as_far_as_it_counts(tmp_path: Path) -> None:
+def test_the_drivers_allocator_is_read_where_it_counts(tmp_path: Path) -> None:
     cases = {tmp_path / name: CASES[name] for name in WITH_BACKEND}
     for folder in cases:
         folder.mkdir()
@@ -251,7 +251,7 @@ def run_out(folder: Path, model: Model, *callbacks: Any) -> tuple[Report, BaseEx
     return load_report(folder), caught.value
 
 
-def test_a_step_that_needs_far_more_for_the_same_batch_is_named(tmp_path: Path) -> None:
+def test_a_step_that_suddenly_needs_far_more_is_named(tmp_path: Path) -> None:
     class Rarely(Model):
         """Recovers from an error at step 4; takes a branch at step 9 that holds 1.8 GiB, and asks for more."""
 
@@ -352,7 +352,7 @@ def test_a_plain_loop_fits_with_the_batches_that_are_advised(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("place", ["batches", "phase", "both"])
-def test_validation_of_a_plain_loop_that_keeps_its_graph_is_told_from_steps(tmp_path: Path, place: str) -> None:
+def test_validation_that_keeps_its_graph_is_told_from_steps(tmp_path: Path, place: str) -> None:
     layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4))).cuda()
     optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-6)
 
@@ -444,7 +444,7 @@ def test_rank_0_names_the_rank_that_ran_out(tmp_path: Path, two_gpus: None) -> N
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_an_error_in_a_stage_of_its_own_is_explained_with_advice_for_it(stage: str, tmp_path: Path) -> None:
+def test_an_error_in_validate_or_test_is_explained_with_advice(stage: str, tmp_path: Path) -> None:
     class Evaluates(Model):
         def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
             taken(len(batch) / 4)

@@ -77,7 +77,7 @@ def test_a_wait_behind_gpu_work_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("item", [False, True], ids=["nothing-waits", "behind-a-sync"])
 @pytest.mark.parametrize("slow", ["on_train_batch_start", "on_train_batch_end", "data_loading"])
-def test_a_wait_that_the_gpu_feels_is_idle_time_by_its_name(tmp_path: Path, slow: str, item: bool) -> None:
+def test_a_wait_of_the_gpu_is_named_idle_time(tmp_path: Path, slow: str, item: bool) -> None:
     """A sync has the host wait for the GPU in forward, so that the GPU feels all that comes behind it."""
     model = Busy(0.010 if item else 0.001, item=item)
     if slow == "data_loading":
@@ -159,7 +159,7 @@ def test_work_between_two_steps_is_no_idle_time(tmp_path: Path, callbacks: tuple
     assert sum(idle.idle_s.values()) / idle.samples < 0.008
 
 
-def test_the_wait_for_a_slow_hook_begins_after_the_work_before_it(tmp_path: Path) -> None:
+def test_waiting_for_a_slow_hook_begins_after_earlier_work(tmp_path: Path) -> None:
     _, idle = train(tmp_path, Busy(0.003), Averages(), Spending(time.sleep, "on_train_batch_start", 0.060))
     # Of 60 ms, in the first 20 of which the GPU works, unless the copy of the batch has waited for that.
     assert 0.55 < idle_share(idle, "callback/Spending") <= 1.02
@@ -176,7 +176,7 @@ def test_the_only_kernel_of_a_plain_loop_is_its_forward(tmp_path: Path) -> None:
     assert load_report(tmp_path).gpu_step_s[FORWARD] == as_built(0.020)
 
 
-def test_one_step_in_eight_is_sampled_by_random_numbers_of_its_own(tmp_path: Path) -> None:
+def test_one_step_in_eight_is_sampled_by_its_own_generator(tmp_path: Path) -> None:
     random.seed(3)
     expected = random.Random(3).random()
     _, idle = train(tmp_path, Model())

@@ -80,7 +80,7 @@ def test_each_gpu_of_a_few_has_a_row() -> None:
     assert lines[head + 10] == "ERROR on GPU 6: Xid 31 (memory page fault)"
 
 
-def test_of_many_gpus_those_with_errors_and_the_least_busy_have_a_row() -> None:
+def test_failing_and_least_busy_of_many_gpus_have_rows() -> None:
     odd = {800: BROKEN, 33: SLOW, 34: {"utilization_percent_mean": 20.0}}
     lines = lines_of(with_odd(of_size(1024), odd))
     start = "1,024 GPUs: errors and the least busy, min/median/max of the others ("

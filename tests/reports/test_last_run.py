@@ -90,7 +90,7 @@ def test_an_idle_gpu_of_the_same_size_is_enough(total: int | None, asked: float,
     assert need.origin.endswith(f"plus {margin}%)")
 
 
-def test_a_run_out_of_memory_needed_at_least_what_it_asked_for() -> None:
+def test_an_out_of_memory_run_gives_a_lower_bound() -> None:
     diagnosis = diagnose(A_RUN, out_of_memory=an_error(others=(GpuProcess(9, 12 * GIB),), allocated=8 * GIB))
     (needs, *_) = [one.evidence["needed_bytes"] for one in diagnosis.findings]
     assert 8.1 * GIB < float(needs) < 24 * GIB
@@ -127,7 +127,7 @@ RUNS = {"outcome": "running", "process": process_id(os.getpid())}
 JUST_BEGUN = replace(TRAINED, steps=0)
 
 
-def test_the_newest_run_on_a_gpu_that_has_ended_is_the_last(tmp_path: Path) -> None:
+def test_the_newest_finished_gpu_run_is_the_last(tmp_path: Path) -> None:
     save(tmp_path / "lightning_logs" / "version_0", of_gib(10), 60)
     save(tmp_path / "lightning_logs" / "version_1", of_gib(20, outcome="stopped by KeyError at step 9"), 50)
     save(tmp_path / "lightning_logs" / "version_2", ON_CPU, 40)
@@ -154,7 +154,7 @@ def test_the_last_run_of_the_same_script_is_preferred(tmp_path: Path) -> None:
         assert f" of LitModel in {'train' if size == 20 else 'other'}.py on " in need.origin
 
 
-def test_a_run_that_has_been_replaced_in_its_folder_is_still_known(tmp_path: Path) -> None:
+def test_a_replaced_run_is_still_known(tmp_path: Path) -> None:
     save(tmp_path / "gpu_report", of_gib(20), 20)
     save(tmp_path / "gpu_report", of_gib(30, **RUNS), 10)
     assert peak_in(tmp_path) == 20

@@ -62,9 +62,7 @@ def test_a_fault_in_the_thread_is_warned_about_once(
     assert background_threads() == []
 
 
-def test_a_monitor_that_gives_up_leaves_no_report_of_a_running_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_monitor_that_gives_up_leaves_no_running_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fit goes on, but nobody measures it."""
     monkeypatch.setattr(run_report, "FIRST_WRITE_S", 0.0)
     written, save = threading.Event(), ReportFile.save

@@ -97,7 +97,7 @@ def test_a_rank_that_is_killed_leaves_the_jobs_report(tmp_path: Path) -> None:
     assert report.settings["world_size"] == 2
 
 
-def test_a_run_is_running_until_it_is_killed_and_never_hides_a_finished_one(start: Any, tmp_path: Path) -> None:
+def test_a_killed_run_never_hides_a_finished_one(start: Any, tmp_path: Path) -> None:
     assert ended(start(None)) == 0
     finished = load_report(tmp_path)
     assert finished.outcome == "completed"

@@ -118,9 +118,7 @@ class Broken(CSVLogger):
             raise ConnectionError("the server is away")
 
 
-def test_every_logger_gets_the_summary_as_far_as_it_can_show_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_logger_gets_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken, csv, texts = Broken(tmp_path / "broken"), CSVLogger(tmp_path / "csv"), Texts()
     trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()], logger=[broken, csv, texts])
     trainer.fit(Model(), loader(Samples(90)))

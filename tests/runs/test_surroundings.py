@@ -30,7 +30,7 @@ def told(folder: Path, **options: Any) -> list[str]:
 
 
 @pytest.mark.follows("Choose another folder: ModelCheckpoint(dirpath=...), or Trainer(default_root_dir=...).")
-def test_a_folder_that_takes_no_checkpoint_is_told_once_and_another_one_helps(tmp_path: Path) -> None:
+def test_an_unwritable_checkpoint_folder_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (message,) = told(tmp_path, dirpath=tmp_path / "file" / "checkpoints")
     assert f"{tmp_path / 'file'} is not a folder" in message

@@ -78,7 +78,7 @@ def test_a_folder_exchanged_before_it_is_locked_is_not_used(path: Path, monkeypa
         ({"wait": 1}, 1),
     ],
 )
-def test_a_private_folder_is_named_only_where_a_promise_rests_on_it(
+def test_a_private_folder_is_named_only_if_it_matters(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], count: int
 ) -> None:
     driver.gpus = [gpu(), gpu()]

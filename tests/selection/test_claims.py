@@ -129,7 +129,7 @@ def test_a_claim_that_cannot_be_made_again_is_named_once(path: Path) -> None:
     assert "this job has claimed it again" in mine.keep()
 
 
-def test_a_claim_that_is_released_while_it_is_taken_again_is_released(path: Path) -> None:
+def test_a_claim_released_while_retaken_stays_released(path: Path) -> None:
     mine = take(path)
 
     class Released(list[Any]):

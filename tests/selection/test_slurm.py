@@ -133,7 +133,7 @@ def test_the_advised_job_name_makes_tasks_share_their_gpus(start: Callable[..., 
     "Run this instead: srun ... lightning-gpu-tools run ... -- CMD",
     "With SLURM, use `srun ... lightning-gpu-tools run ... -- CMD`",
 )
-def test_the_advised_order_of_srun_and_run_gives_all_tasks_the_claimed_gpus(start: Callable[..., Job]) -> None:
+def test_srun_before_run_gives_all_tasks_the_claimed_gpus(start: Callable[..., Job]) -> None:
     unrestricted = start(*RUN, "-n2", "--", "srun", *ONE_NODE)
     unrestricted.gpus()
     assert unrestricted.output().count("SAID MASK None") == 2

@@ -88,7 +88,7 @@ show(report)
     check(run(answer, machine, code, tmp_path), 1, "2g.20gb")
 
 
-def test_the_instance_on_which_lightning_has_started_cuda_is_used_and_runs_out_of_memory(
+def test_the_instance_that_started_cuda_is_used_until_memory_runs_out(
     make_machine: MakeMachine, answer: Answer, tmp_path: Path
 ) -> None:
     code = """

@@ -236,7 +236,7 @@ sys.stdin.read()
 
 
 @pytest.mark.follows("Claim GPUs as well: choose them with this package, or with `lightning-gpu-tools run`.")
-def test_a_job_without_a_claim_is_told_of_another_ones_and_gets_its_own(
+def test_a_job_without_a_claim_hears_of_rivals(
     driver: Driver, claims_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", driver.gpus[3].uuid)

@@ -98,7 +98,7 @@ def test_ranks_that_cannot_meet_are_deaf_and_not_stuck(store: Any, monkeypatch: 
     assert [entry["rank"] for entry in exchange.entries()] == [0]
 
 
-def test_a_precision_set_for_cuda_alone_does_not_end_the_measuring(tmp_path: Path) -> None:
+def test_a_precision_set_for_cuda_alone_does_not_stop_measuring(tmp_path: Path) -> None:
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("torch before 2.9 has one way to set it")
     before = torch.backends.cuda.matmul.fp32_precision

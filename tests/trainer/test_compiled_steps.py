@@ -91,7 +91,7 @@ class Unlogged(Model):
         return loss
 
 
-def test_a_compiled_module_of_a_trainer_is_compiled_as_without_the_monitor(tmp_path: Path) -> None:
+def test_the_monitor_does_not_change_how_a_module_compiles(tmp_path: Path) -> None:
     def fit(backend: Backend, *callbacks: Any) -> None:
         model = torch.compile(Unlogged(), backend=backend)
         quiet_trainer(tmp_path, callbacks=[*callbacks]).fit(model, loader(Samples(STEPS)))  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def recompilations(report: Report) -> list[Finding]:
     return [one for one in report.diagnosis.findings if one.cause == "recompilation"]
 
 
-def test_a_function_that_is_compiled_again_is_named_with_the_reason(tmp_path: Path) -> None:
+def test_a_recompiled_function_is_named_with_the_reason(tmp_path: Path) -> None:
     (found,) = recompilations(varying(tmp_path, [1 + step % 20 for step in range(3 * STEPS)]))
     line = varying.__code__.co_firstlineno + 6
     assert found.evidence["recompilations"] == 19

@@ -227,7 +227,7 @@ def answer_of(command: list[str]) -> str | None:
     return None if answer.returncode else answer.stdout
 
 
-def test_loading_without_a_core_is_not_taken_for_a_wait_for_storage(one_core: None, tmp_path: Path) -> None:
+def test_loading_without_a_core_is_no_storage_wait(one_core: None, tmp_path: Path) -> None:
     with others(tmp_path, 2):
         report = train(tmp_path, time.sleep, 0.001, load_s=0.02)
     (finding,) = [one for one in report.diagnosis.findings if one.cause == "data_loading"]

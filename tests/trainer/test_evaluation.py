@@ -187,7 +187,7 @@ def test_ranks_that_log_as_advised_do_not_wait_for_each_other(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("stage", ["validate", "predict"])
-def test_the_gpu_of_a_stage_is_in_its_report_and_the_stage_goes_on_whatever_fails(
+def test_a_stage_reports_its_gpu_and_survives_failures(
     cuda: object, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver is a fake one, and torch has no CUDA: its events and its memory cannot be read."""

@@ -280,7 +280,7 @@ class Counts(Callback):
         pl_module.hooks += torch.rand(3)
 
 
-def test_what_a_callback_changes_after_a_batch_is_in_the_file_as_advised(tmp_path: Path) -> None:
+def test_changes_of_a_callback_after_a_batch_are_saved(tmp_path: Path) -> None:
     check(tmp_path, lambda: Model(plain), [5], callbacks=lambda: [Counts()])
 
 

@@ -159,7 +159,7 @@ def slow_to_read(clock: HandClock, value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.follows("Pass fewer metrics to self.log, without prog_bar=True, which syncs in every step.")
-def test_metrics_that_are_not_on_the_progress_bar_are_not_waited_for(tmp_path: Path, hand_clock: HandClock) -> None:
+def test_metrics_off_the_progress_bar_cause_no_wait(tmp_path: Path, hand_clock: HandClock) -> None:
     class Logging(Model):
         def __init__(self, **options: Any) -> None:
             super().__init__(hand_clock.spend, STEP_S)

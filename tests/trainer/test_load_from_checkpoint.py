@@ -177,9 +177,7 @@ CLI = "lightning.pytorch.cli.instantiate_module"
 
 
 @pytest.mark.follows("If you trust the checkpoint, import it first")
-def test_a_class_that_the_cli_saved_is_built_once_it_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_saved_by_the_cli_is_built_once_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse")
     path = save_lit(source := Lit(), tmp_path / "a.ckpt")
     code = "import torch\nfrom lightning.pytorch import LightningModule\n\n\nclass Mine(LightningModule):\n"

@@ -112,7 +112,7 @@ class Bare(Logger):
         pass
 
 
-def test_a_logger_of_the_users_needs_no_experiment_and_no_folder(
+def test_a_custom_logger_needs_no_experiment_or_folder(
     driver: Driver,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

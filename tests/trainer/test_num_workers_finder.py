@@ -199,7 +199,7 @@ def test_random_augmentation_moves_to_the_workers_and_that_is_said(tmp_path: Pat
     assert sorted(int(batch[0]) for batch in watch.batches[:40]) == list(range(40))
 
 
-def test_a_loader_that_feeds_the_step_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_fast_enough_loader_is_left_alone(tmp_path: Path) -> None:
     result, watch = find(tmp_path, shuffled(Samples(30)), model=Noisy(0.05))
     assert result.settings == result.original
     assert "No settings can make it 5% faster" in result.reason
@@ -227,7 +227,7 @@ def test_of_several_loaders_the_slowest_is_changed(tmp_path: Path) -> None:
     assert 'The loader is "slow" (Slow).' in result.reason
 
 
-def test_a_slow_loader_that_cannot_be_changed_is_named_with_the_reason(tmp_path: Path) -> None:
+def test_an_unchangeable_slow_loader_is_named_with_the_reason(tmp_path: Path) -> None:
     slow = Samples(60, time.sleep, LOAD_S)
     loaders = {"fast": DataLoader(Samples(60)), "stream": DataLoader(Stream(slow))}
     result, watch = find(tmp_path, loaders, model=Noisy(key="fast"))
@@ -273,7 +273,7 @@ def test_what_cannot_be_changed_is_left_alone_with_the_reason(
     assert len(set(watch.workers)) == 1
 
 
-def test_a_loader_of_the_users_is_as_before_after_the_fit(tmp_path: Path) -> None:
+def test_the_users_loader_is_restored_after_the_fit(tmp_path: Path) -> None:
     loader, other = shuffled(), shuffled()
     before = dict(vars(loader))
     combined = CombinedLoader([other], "max_size_cycle")
@@ -340,7 +340,7 @@ def kill_the_workers() -> None:
 
 
 @pytest.mark.follows("The original settings were restored (num_workers={}). No batch was lost.")
-def test_settings_that_fail_in_use_are_taken_back_without_losing_a_batch(tmp_path: Path) -> None:
+def test_settings_that_fail_are_reverted_without_losing_a_batch(tmp_path: Path) -> None:
     restored = r"killed by SIGKILL.*The original settings were restored \(num_workers=0\)\. No batch was lost"
     with pytest.warns(UserWarning, match=restored):
         result, watch = find(tmp_path, DataLoader(Slow(60)), WhenApplied(kill_the_workers))
@@ -366,7 +366,7 @@ class SlowerSteps(Noisy):
 
 
 @pytest.mark.parametrize("slower", ["workers", "machine"])
-def test_only_settings_that_turn_out_slower_than_the_original_ones_are_taken_back(
+def test_only_settings_slower_than_the_original_are_reverted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: str
 ) -> None:
     monkeypatch.setattr(plan, "CONFIRM_GROUP_STEPS", 2)

@@ -83,7 +83,7 @@ HOOKS = ["on_train_batch_start", "on_train_batch_end", "on_validation_batch_end"
 @pytest.mark.follows("To continue, run the same command with fit(..., ckpt_path={}).")
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["", "accumulation"])
-def test_a_training_that_is_asked_to_stop_saves_and_goes_on(
+def test_a_run_asked_to_stop_saves_and_can_continue(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, hook: str, options: Any
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
@@ -93,7 +93,7 @@ def test_a_training_that_is_asked_to_stop_saves_and_goes_on(
         resume(re.search(r"ckpt_path='(.*)'\)", caplog.text)[1])  # type: ignore[index]
 
 
-def test_a_resumed_run_goes_on_with_the_file_of_the_signal(tmp_path: Path) -> None:
+def test_a_resumed_run_overwrites_the_file_of_the_signal(tmp_path: Path) -> None:
     options: Any = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "max_epochs": 2}
     for more in [Ask(3, "on_train_batch_end")], []:
         with pytest.raises(SystemExit) if more else nullcontext():
@@ -149,7 +149,7 @@ def test_weights_that_are_exchanged_for_validation_are_not_saved(
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2], ids=["usual", "another"])
-def test_a_job_of_slurm_is_saved_and_requeued_at_the_end_of_a_step(
+def test_a_slurm_job_is_saved_and_requeued_after_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     environment = {"JOB_ID": "3", "JOB_NAME": "train", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
@@ -173,7 +173,7 @@ def test_a_job_of_slurm_is_saved_and_requeued_at_the_end_of_a_step(
     assert [name for name in expected if not same(expected[name], resumed[name])] == []
 
 
-def test_a_training_that_is_asked_before_its_first_step_ends_at_once(tmp_path: Path) -> None:
+def test_a_run_stopped_before_its_first_step_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as stopped:
         train(tmp_path, validated(), 7, more=[Ask(-1, "on_validation_batch_end")], saves=False)
     assert stopped.value.code == 128 + signal.SIGTERM

@@ -106,7 +106,7 @@ print("SEEN", *ray.get([seen.remote(), seen.remote()]))
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_a_cluster_under_run_has_the_picked_gpus_as_long_as_it_lives(
+def test_a_ray_cluster_under_run_keeps_the_picked_gpus(
     driver: Driver,
     claims_dir: Path,
     run_python: RunPython,

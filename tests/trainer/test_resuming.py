@@ -139,7 +139,7 @@ def test_what_lightning_resumes_from_the_plugin_resumes_from(what: str, folder: 
     assert resume(content, Lit(), folder).global_step == alone.global_step
 
 
-def test_weights_under_other_names_are_no_error_where_loading_is_not_strict(folder: Path) -> None:
+def test_renamed_weights_are_no_error_without_strict(folder: Path) -> None:
     class Lax(Lit):
         strict_loading = False  # type: ignore[assignment]
 
@@ -148,7 +148,7 @@ def test_weights_under_other_names_are_no_error_where_loading_is_not_strict(fold
         assert resume(content, Lax(), folder).global_step == 3
 
 
-def test_a_model_that_makes_its_own_weights_gets_the_whole_checkpoint(folder: Path) -> None:
+def test_a_model_creating_its_own_weights_gets_the_whole_checkpoint(folder: Path) -> None:
     content = {**checkpoint(folder), "mine": 3}
     content["my_weights"] = content.pop("state_dict")
 

@@ -104,7 +104,7 @@ def test_the_slow_loader_of_two_in_a_loop_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.follows("watch() sees no DataLoader inside of this ", "enumerate(run.batches(loader)), not")
-def test_a_loader_that_is_hidden_gets_settings_once_it_is_passed_itself(tmp_path: Path) -> None:
+def test_a_hidden_loader_gets_settings_once_passed_directly(tmp_path: Path) -> None:
     found = measured(tmp_path, lambda run: run.batches(enumerate(photos())))
     assert "watch() sees no DataLoader inside of this enumerate." in found.advice
     code = code_in(found.advice, r"enumerate\(run\.batches\(loader\)\)")

@@ -188,7 +188,7 @@ class Split(IterableDataset[torch.Tensor]):
 
 
 @pytest.mark.follows("Set num_workers yourself")
-def test_a_finder_that_leaves_a_stream_alone_says_what_to_set(tmp_path: Path) -> None:
+def test_a_finder_that_skips_a_stream_says_what_to_set(tmp_path: Path) -> None:
     result = found_by_finder(tmp_path, DataLoader(Split()))
     assert "could repeat or lose samples. Set num_workers yourself" in result.reason
     name = code_in(result.reason, r"Set (\w+) yourself")

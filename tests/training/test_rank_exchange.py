@@ -113,7 +113,7 @@ def test_rank_zero_reads_a_thousand_ranks_with_two_requests() -> None:
 
 
 @pytest.mark.parametrize("ranks_before", [2, 3])
-def test_what_an_earlier_start_has_left_in_the_store_does_not_count(ranks_before: int) -> None:
+def test_entries_of_an_earlier_start_do_not_count(ranks_before: int) -> None:
     store = server()
     before = [Board("measured", place, store) for place in places(*[1] * ranks_before)]
     for _ in range(20):
@@ -153,7 +153,7 @@ def test_whoever_publishes_does_not_wait_for_a_connection_in_use() -> None:
     assert exchanges[0].entries()[1]["step"] == 99
 
 
-def test_a_store_that_has_gone_ends_the_exchange_and_no_more() -> None:
+def test_a_lost_store_only_ends_the_exchange() -> None:
     host = server()
     exchanges = exchange_all(places(1, 1), client(host))
     del host  # the server ends with it

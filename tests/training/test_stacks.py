@@ -17,7 +17,7 @@ LOCK = "import fcntl, sys; file = open(sys.argv[1], 'w'); print(flush=True); fcn
 
 
 @pytest.mark.parametrize("lock", [fcntl.flock, fcntl.lockf])
-def test_a_wait_for_a_file_lock_is_no_wait_for_storage(lock: Callable[..., None], tmp_path: Path) -> None:
+def test_waiting_for_a_file_lock_is_no_storage_wait(lock: Callable[..., None], tmp_path: Path) -> None:
     path = tmp_path / "index.lock"
     with path.open("w") as file:
         lock(file, fcntl.LOCK_EX)
@@ -47,7 +47,7 @@ hang()
 """
 
 
-def test_a_process_that_listens_writes_its_stack_and_others_get_no_signal() -> None:
+def test_only_listening_processes_get_the_signal_for_stacks() -> None:
     stacks = WorkerStacks()
     for paths, functions in ([[stacks.path], ["<module>", "hang"]], [[], []]):
         with subprocess.Popen([sys.executable, "-c", SLEEPER, *paths], stdout=subprocess.PIPE, text=True) as process:

@@ -43,7 +43,7 @@ def test_percentiles_are_within_two_percent_and_parts_add_up(seconds: list[float
     assert sum(slow.seconds for slow in times.slow) <= times.seconds * (1 + 1e-9)
 
 
-def test_slow_steps_are_told_apart_by_the_phase_that_made_them_slow() -> None:
+def test_slow_steps_are_grouped_by_phase() -> None:
     usual = {"data_loading": 0.005, TRAINING_STEP: 0.02}
     steps = [dict(usual) for _ in range(200)]
     for i in range(9, 200, 20):

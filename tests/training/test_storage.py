@@ -82,7 +82,7 @@ class UntilRead(Callback):
             time.sleep(0.001)
 
 
-def test_the_diagnosis_of_a_training_names_the_file_system_of_its_data(tmp_path: Path) -> None:
+def test_the_diagnosis_names_the_file_system_of_the_data(tmp_path: Path) -> None:
     advisor = GPUUtilizationAdvisor(min_seconds=0.01)
     with pytest.warns(LowGPUUtilizationWarning):
         quiet_trainer(tmp_path, callbacks=[advisor, UntilRead()]).fit(Model(), loader(Folder(root=tmp_path)))

@@ -29,7 +29,7 @@ def hanging(driver, monkeypatch):
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetUUID", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetComputeMode"])
-def test_the_gpu_is_listed_with_the_call_and_the_others_are_read(driver, hanging, function):
+def test_a_hanging_gpu_is_listed_with_its_call(driver, hanging, function):
     hanging(function)
     first, broken, last = nvml.read_gpus()
     assert f"the driver has not answered {function} within" in broken.error
