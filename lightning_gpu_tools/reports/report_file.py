@@ -8,6 +8,7 @@ import errno
 import os
 import threading
 import time
+import warnings
 
 from lightning_gpu_tools import files
 from lightning_gpu_tools.arguments import path_text
@@ -157,3 +158,15 @@ def _is_finished(path: str) -> bool:
         return load_report(path).is_finished
     except ReportError:  # from a newer version, or not ours: keep it
         return True
+
+
+def warn_if_not_writable(folder: str) -> None:
+    """Warn before training if the report cannot be written. The folder is not created, because it may stay empty."""
+    try:
+        files.check_writable(folder)
+    except OSError as error:
+        warnings.warn(
+            f"The report of this run will be printed, but not written to {folder!r}: {error.strerror or error}. "
+            "To get a file, choose another folder: Trainer(default_root_dir=...), its logger, or watch(folder=...).",
+            stacklevel=2,
+        )

@@ -141,6 +141,11 @@ class Ending:
             self.last = replace(self.last, lines=by_line(blocks))
 
     @property
+    def has_failed(self) -> bool:
+        """Whether an error has ended the run."""
+        return self.outcome != COMPLETED
+
+    @property
     def kills(self) -> int:
         """The number of processes that the kernel's OOM killer has killed here since the start."""
         return oom_kills() - self._oom_kills_before

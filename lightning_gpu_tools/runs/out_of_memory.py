@@ -12,9 +12,10 @@ import torch
 
 from lightning_gpu_tools.advice.failures import WorkerExit
 from lightning_gpu_tools.advice.lines import is_of_program
-from lightning_gpu_tools.advice.out_of_memory import is_out_of_memory
+from lightning_gpu_tools.advice.out_of_memory import begin_bytes, is_out_of_memory
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
+from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.memory.holdings import count_holdings
 from lightning_gpu_tools.memory.out_of_memory import (
     LOADING_CHECKPOINT,
@@ -62,15 +63,16 @@ def with_facts(
     step: int,
     *,
     ending: Ending,
-    memory: RankMemory | None,
+    counters: MemoryCounters | None,
     recorder: RunRecorder | None,
     kills: int,
 ) -> OutOfMemory | None:
     """Return the message of an error with the other facts at that time; ``None`` if it has another meaning here.
 
-    ``recorder`` has facts about the run, once training has begun.
+    The counters keep what was in use then. ``recorder`` has facts about the run, once training has begun.
     """
     run, clock = ending.run, ending.clock
+    memory = None if counters is None else counters.facts()
     found = replace(
         message,
         step=step,
@@ -114,7 +116,11 @@ def with_facts(
                 if isinstance(one, (torch.optim.Adam, torch.optim.AdamW)) and not one.defaults["fused"]
             ),
         )
-    return found if is_out_of_memory(found) else None
+    if not is_out_of_memory(found):
+        return None
+    if counters is not None:
+        counters.note_failure(begin_bytes(found), found.reading)
+    return found
 
 
 def _when_it_failed(now: MemoryReading | None, in_message: MemoryReading | None) -> MemoryReading | None:

@@ -14,7 +14,7 @@ import torch
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
-from lightning_gpu_tools.gpus.metrics import GpuWindow
+from lightning_gpu_tools.gpus.metrics import GpuWindow, mean_window
 from lightning_gpu_tools.gpus.readings import GpuReading, weighted_mean
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.gpus.watch import GpuWatch
@@ -96,6 +96,10 @@ class RunGpus:
         """Return the whole run so far of each GPU of this node that trains."""
         watch, nothing = self.watch, tuple[GpuWindow, ...]()
         return nothing if watch is None else self._read("the GPU's metrics", lambda: watch.trained_on(phase), nothing)
+
+    def mean(self, windows: Sequence[GpuWindow]) -> GpuWindow | None:
+        """Return the mean of the windows of the GPUs that train; ``None`` without a GPU."""
+        return mean_window(windows) if self._run.gpus else None
 
     def own_utilization(self, windows: Sequence[GpuWindow]) -> float | None:
         """Return the mean utilization of this rank's GPU in percent; ``None`` if it is the only one, or unknown."""

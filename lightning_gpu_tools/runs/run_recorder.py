@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
-from lightning_gpu_tools.gpus.metrics import mean_window
 from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import resident_memory_bytes
@@ -249,10 +248,10 @@ class RunRecorder:
 
     # All of it
 
-    def measurements(self, now: HostReading | None = None) -> RunMeasurements:
-        """Return everything measured so far, in the training thread; ``now`` may come from another thread."""
+    def measurements(self) -> RunMeasurements:
+        """Return everything measured so far, in the training thread."""
         clock, run, read = self._clock, self.run, self.reader.read
-        now = now or self.cores.read()
+        now = self.cores.latest()
         waits = clock.validation_waits
         phase_s = clock.so_far()
         loading = self.loaders.loading()
@@ -287,7 +286,7 @@ class RunRecorder:
             storage=self.loaders.storage,
             checkpoint_storage=self._checkpoint_storage,
             cores=read("the use of the cores", partial(self._core_facts, now), None),
-            gpu=mean_window(windows) if self._on_gpu else None,
+            gpu=self.gpus.mean(windows),
             compute_capability=self.gpus.compute_capability(),
             gpu_idle=read("the GPU's idle time", clock.gpu_idle, None),
             memory=self.own_memory(),

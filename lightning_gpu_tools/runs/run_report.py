@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import logging
-import math
 import os
 import shlex
 import sys
-import textwrap
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_gpu_tools import files
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.environment import VERSION
@@ -28,17 +23,16 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import process_id
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
-from lightning_gpu_tools.reports.page import render_page
 from lightning_gpu_tools.reports.report import COMPLETED, PREVIOUS_NAME, RUNNING, Report
 from lightning_gpu_tools.reports.report_file import WRITE_EVERY_S, ReportFile, run_folder
 from lightning_gpu_tools.reports.text import in_color, render_text
 from lightning_gpu_tools.runs import drawing
+from lightning_gpu_tools.runs.loggers import log_summary
 from lightning_gpu_tools.runs.notify import notify
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.surroundings import claimed_bytes
-from lightning_gpu_tools.training.cores import HostReading
 from lightning_gpu_tools.training.phases import MONITORING, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable, printable_path, wrapped
@@ -58,10 +52,10 @@ class Snapshot(NamedTuple):
     steps: int
 
 
-def take_snapshot(session: Session, host: HostReading | None = None) -> Snapshot:
-    """Return a new snapshot, in the training thread; ``host`` may come from another thread."""
+def take_snapshot(session: Session) -> Snapshot:
+    """Return a new snapshot, in the training thread."""
     recorder = session.begin()
-    measured = recorder.measurements(host)
+    measured = recorder.measurements()
     settings = _settings(recorder, measured.host.cores)
     return Snapshot(measured, settings, tuple(session.unseen), session.clock.steps)
 
@@ -197,7 +191,6 @@ class RunningReport:
         self.file = file
         self._session = session
         self._recorder = session.begin()
-        self._host: HostReading | None = None
         self._snapshot = take_snapshot(session)
         self._is_fresh, self._asked = True, False
         self._saved: Report | None = None
@@ -209,7 +202,7 @@ class RunningReport:
 
     def _measure(self) -> None:
         self._session.report_wanted = False
-        self._snapshot = take_snapshot(self._session, self._host)
+        self._snapshot = take_snapshot(self._session)
         self._is_fresh = True
         self._session.background.run_now()
 
@@ -218,7 +211,7 @@ class RunningReport:
         stalls = () if session.stall_watch is None else session.stall_watch.stalls
         has_stalled = any(not one.is_over for one in stalls[-1:])
         if not self._is_fresh and not self._asked and not has_stalled:
-            self._host = self._recorder.cores.read()  # the slowest part
+            self._recorder.cores.read_ahead()  # the slowest part
             self._asked = session.report_wanted = True
             return _MAX_WAIT_S
         self._is_fresh = self._asked = False
@@ -271,7 +264,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
     if run is not None:
         for logger in run.loggers:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
-                _log_summary(report, text, logger, run.logged_step - 1)
+                log_summary(report, text, logger, run.logged_step - 1)
     if path and report.diagnosis.verdict == "low":
         written += _how_to_verify(file)
     with _failure_added_to(lines, "The notification failed"):
@@ -280,48 +273,6 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
         is_end = report.outcome == COMPLETED
         notify("end" if is_end else "error", file.folder, outcome=report.outcome, report=path, **texts)
     say("\n".join([*lines, *written]))
-
-
-def _log_summary(report: Report, text: str, logger: Any, step: int) -> None:
-    parts = report.memory[0].parts_bytes if report.memory else {}
-    sizes = {f"memory_{name}_bytes": float(size) for name, size in parts.items()}
-    summary = {**report.diagnosis.summary(), **sizes}
-    separator = getattr(logger, "group_separator", "/")
-    named = {f"gpu_tools{separator}{name}": value for name, value in summary.items()}
-    numbers = {name: value for name, value in named.items() if isinstance(value, float) and math.isfinite(value)}
-    if numbers:
-        logger.log_metrics(metrics=numbers, step=step)
-    for name, value in named.items():
-        if isinstance(value, str):
-            _log_text(logger, name, value, step)
-    _log_page(logger, f"gpu_tools{separator}report", report, text, step)
-
-
-def _log_text(logger: Any, name: str, text: str, step: int) -> None:
-    # Lightning's loggers share no method for texts, and CSV files have no place for them.
-    experiment: Any = getattr(logger, "experiment", None)  # Lightning's base class does not have it
-    if hasattr(experiment, "add_text"):  # TensorBoard
-        experiment.add_text(name, text, step)
-    elif hasattr(experiment, "set_tag"):  # MLflow
-        experiment.set_tag(logger.run_id, name, text)
-    elif hasattr(experiment, "log_other"):  # Comet
-        experiment.log_other(name, text)
-    elif hasattr(experiment, "summary"):  # Weights & Biases
-        experiment.summary[name] = text
-
-
-def _log_page(logger: Any, name: str, report: Report, text: str, step: int) -> None:
-    """Send the report as a page, without its picture, which is not drawn yet; or as text to TensorBoard."""
-    experiment: Any = getattr(logger, "experiment", None)
-    if hasattr(experiment, "add_text"):  # TensorBoard, which shows it as Markdown
-        experiment.add_text(name, textwrap.indent(text, "    "), step)
-    elif hasattr(experiment, "set_tag"):  # MLflow
-        experiment.log_text(logger.run_id, render_page(report), f"{name}.html")
-    elif hasattr(experiment, "log_other"):  # Comet
-        experiment.log_asset_data(render_page(report), name=f"{name}.html")
-    elif hasattr(experiment, "summary") and "wandb" in sys.modules:  # Weights & Biases
-        page = sys.modules["wandb"].Html(io.StringIO(render_page(report)), inject=False)  # without W&B's style sheet
-        logger.log_metrics({name: page}, step)
 
 
 @contextlib.contextmanager
@@ -368,15 +319,3 @@ def say_verdict(diagnosis: Diagnosis) -> None:
     """Print why memory ran out, on a rank without its own report."""
     texts = {"Why:  ": diagnosis.why, "Next: ": diagnosis.next_step}
     say("\n".join(wrapped(printable(text, 1000), title, "      ") for title, text in texts.items()))
-
-
-def warn_if_not_writable(folder: str) -> None:
-    """Warn before training if the report cannot be written. The folder is not created, because it may stay empty."""
-    try:
-        files.check_writable(folder)
-    except OSError as error:
-        warnings.warn(
-            f"The report of this run will be printed, but not written to {folder!r}: {error.strerror or error}. "
-            "To get a file, choose another folder: Trainer(default_root_dir=...), its logger, or watch(folder=...).",
-            stacklevel=2,
-        )

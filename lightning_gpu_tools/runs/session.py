@@ -15,12 +15,11 @@ from typing import Any, Literal
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_errors import early_warnings
-from lightning_gpu_tools.advice.out_of_memory import begin_bytes
 from lightning_gpu_tools.gpus import sampler
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.reports.report import COMPLETED
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.failures import failure_of, worker_exits
+from lightning_gpu_tools.runs.loggers import log_metrics
 from lightning_gpu_tools.runs.out_of_memory import message_of, with_facts
 from lightning_gpu_tools.runs.run import Run, Timer
 from lightning_gpu_tools.runs.run_gpus import open_gpus
@@ -260,10 +259,7 @@ class Session:
 
     def _log_metrics(self, metrics: Mapping[str, float], troubles: Sequence[str], step: int) -> None:
         self.warn(*troubles)
-        for logger in self.run.loggers if metrics else ():
-            separator = getattr(logger, "group_separator", "/")
-            named = {name.replace("/", separator): value for name, value in metrics.items()}
-            logger.log_metrics(metrics=named, step=step)  # by keyword, as Lightning does
+        log_metrics(self.run.loggers, metrics, step)
 
     def warn(self, *messages: str, category: type[Warning] = UserWarning) -> None:
         """Warn with each message once, on rank 0, and request a write of the report."""
@@ -280,7 +276,7 @@ class Session:
     def note_error(self, error: BaseException, step: int) -> str:
         """Return the outcome of a run that ended with an error; the first call records the explanation."""
         ending = self.ending
-        if ending.outcome == COMPLETED:
+        if not ending.has_failed:
             is_intended = not isinstance(error, Exception)  # Ctrl-C, sys.exit
             exits = [] if is_intended else worker_exits(self.run, error)
             kills, message = ending.kills, message_of(error, exits)
@@ -294,13 +290,11 @@ class Session:
                     error,
                     step,
                     ending=ending,
-                    memory=None if self.timer.memory is None else self.timer.memory.facts(),
+                    counters=self.timer.memory,
                     recorder=self.recorder,
                     kills=kills,
                 )
             ending.note_error(error, step, failure, found)
-            if found is not None and self.timer.memory is not None:
-                self.timer.memory.note_failure(begin_bytes(found), found.reading)
         return ending.outcome
 
     def finish(self, timeout_s: float) -> None:

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.reports.report import COMPLETED, FOLDER_NAME
-from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.reports.report_file import ReportFile, warn_if_not_writable
 from lightning_gpu_tools.runs.notify import notify
 from lightning_gpu_tools.runs.run_report import (
     RunningReport,
@@ -18,7 +18,6 @@ from lightning_gpu_tools.runs.run_report import (
     publish,
     say,
     say_verdict,
-    warn_if_not_writable,
 )
 from lightning_gpu_tools.runs.stall_watch import check_stall_after
 from lightning_gpu_tools.trainer.families import Trainer

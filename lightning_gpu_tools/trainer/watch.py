@@ -15,7 +15,7 @@ from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored, is_of_dead_worker
 from lightning_gpu_tools.memory.out_of_memory import out_of_memory
-from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.reports.report_file import ReportFile, warn_if_not_writable
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
 from lightning_gpu_tools.runs.run_report import (
     RunningReport,
@@ -23,7 +23,6 @@ from lightning_gpu_tools.runs.run_report import (
     describe,
     publish,
     say_verdict,
-    warn_if_not_writable,
 )
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.stall_watch import StallAfter, check_stall_after

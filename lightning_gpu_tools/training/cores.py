@@ -191,6 +191,16 @@ class CoreUse:
         self._reader = reader
         self._local_ranks = local_ranks
         self.began = self.read()
+        self._ahead: HostReading | None = None
+
+    def read_ahead(self) -> None:
+        """Read the state of the host for the next measurement, in another thread."""
+        self._ahead = self.read()
+
+    def latest(self) -> HostReading:
+        """Return the state that was read ahead, once, or else read it."""
+        ahead, self._ahead = self._ahead, None
+        return ahead or self.read()
 
     def read(self) -> HostReading:
         """Read the state of the host, in any thread; takes some milliseconds."""
