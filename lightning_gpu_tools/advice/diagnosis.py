@@ -64,7 +64,7 @@ def diagnose(
     if out_of_memory is not None:
         of_memory, reason = explain_error((run, out_of_memory))
         verdict, findings, change = "out_of_memory", [*of_memory, *findings][:_MAX_FINDINGS], of_memory[0].advice
-        warnings = [one for one in warnings if one.cause not in {finding.cause for finding in of_memory}]
+        warnings = [warning for warning in warnings if warning.cause not in {finding.cause for finding in of_memory}]
     elif warnings and not findings:
         change = warnings[0].advice
     findings += warnings

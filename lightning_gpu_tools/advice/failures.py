@@ -79,7 +79,7 @@ def failure_of_workers(exits: Sequence[WorkerExit], oom_kills: int, shm_bytes: i
     if not exits:
         return None
     # A signal to one worker makes torch end the others.
-    first = min(exits, key=lambda one: (one.exitcode >= 0, one.exitcode == -signal.SIGTERM, one.number))
+    first = min(exits, key=lambda worker: (worker.exitcode >= 0, worker.exitcode == -signal.SIGTERM, worker.number))
     how = how_it_ended(first.exitcode, oom_kills, shm_bytes)
     return how._replace(what=f"worker {first.number} of the DataLoader (PID {first.pid}) {how.what}")
 

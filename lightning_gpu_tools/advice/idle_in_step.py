@@ -41,7 +41,7 @@ class IdleInStep(NamedTuple):
 def syncs_in_step(run: RunMeasurements) -> list[SourceLine]:
     """Return the lines of the training step that wait for the GPU, most frequent first."""
     found = () if run.watched is None else run.watched.syncs
-    return [one for one in found if base_phase(one.phase) not in _NOT_IN_STEP]
+    return [line for line in found if base_phase(line.phase) not in _NOT_IN_STEP]
 
 
 def idle_in_step(run: RunMeasurements) -> IdleInStep | None:
@@ -51,7 +51,7 @@ def idle_in_step(run: RunMeasurements) -> IdleInStep | None:
         return None
     by_syncs = 0.0
     syncs = syncs_in_step(run)
-    if sum(one.samples for one in syncs) >= _MIN_SYNCS_PER_STEP * watched.steps:
+    if sum(line.samples for line in syncs) >= _MIN_SYNCS_PER_STEP * watched.steps:
         # While the GPU is idle, the host does not wait for it. So without syncs, a step would still take at least the
         # GPU's idle time, and at least its busy time.
         busy = 1 - idle_share(run) - run.phase_s.get(VALIDATION, 0.0) / run.wall_s
@@ -64,10 +64,10 @@ def idle_in_step(run: RunMeasurements) -> IdleInStep | None:
 
 def _share_of_lines(run: RunMeasurements, lines: Sequence[SourceLine]) -> float:
     """Return the share of samples of the training thread at these lines; 1 if there are too few samples."""
-    sampled = [one for one in run.lines if one.phase != IN_WORKER]
-    count = sum(one.samples for one in sampled)
-    places = {(one.file, one.line) for one in lines}
-    at_lines = sum(one.samples for one in sampled if (one.file, one.line) in places)
+    sampled = [line for line in run.lines if line.phase != IN_WORKER]
+    count = sum(line.samples for line in sampled)
+    places = {(line.file, line.line) for line in lines}
+    at_lines = sum(line.samples for line in sampled if (line.file, line.line) in places)
     return at_lines / count if count >= MIN_SAMPLES else 1.0
 
 

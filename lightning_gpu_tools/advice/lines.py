@@ -49,9 +49,9 @@ def seen_in(lines: Sequence[SourceLine], *phases: str) -> list[LineShare]:
     Shares add up to 1: samples without a line of the user's code count for the framework's line.
     """
     samples: Counter[tuple[str, int, str]] = Counter()
-    for one in lines:
-        if one.phase in phases or base_phase(one.phase) in phases:
-            samples[one.file, one.line, one.function] += one.samples
+    for seen in lines:
+        if seen.phase in phases or base_phase(seen.phase) in phases:
+            samples[seen.file, seen.line, seen.function] += seen.samples
     whole = samples.total()
     by_share = sorted(samples.items(), key=lambda item: (-item[1], item[0]))
     return [LineShare(*place, count / whole, count) for place, count in by_share if count]
@@ -59,9 +59,9 @@ def seen_in(lines: Sequence[SourceLine], *phases: str) -> list[LineShare]:
 
 def worth_reporting(shares: Sequence[LineShare]) -> list[LineShare]:
     """Return the lines with the largest shares; none if there are too few samples."""
-    if sum(one.samples for one in shares) < MIN_SAMPLES:
+    if sum(line.samples for line in shares) < MIN_SAMPLES:
         return []
-    return [one for one in shares if one.share >= _MIN_SHARE][:_MAX_LINES]
+    return [line for line in shares if line.share >= _MIN_SHARE][:_MAX_LINES]
 
 
 def top_source_lines(lines: Sequence[SourceLine], *phases: str) -> str | None:
@@ -70,7 +70,7 @@ def top_source_lines(lines: Sequence[SourceLine], *phases: str) -> str | None:
     ``"data.py:41 in decode (62%), data.py:57 in __getitem__ (20%)"``; ``None`` if there are too few samples.
     """
     named = worth_reporting(seen_in(lines, *phases))
-    return ", ".join(f"{one} ({100 * one.share:.0f}%)" for one in named) or None
+    return ", ".join(f"{line} ({100 * line.share:.0f}%)" for line in named) or None
 
 
 def holding(lines: Sequence[MemoryLine]) -> str | None:
@@ -78,14 +78,14 @@ def holding(lines: Sequence[MemoryLine]) -> str | None:
 
     ``"net.py:41 in forward (1.20 GiB), net.py:57 in forward (310 MiB)"``; ``None`` without one.
     """
-    whole = sum(one.bytes for one in lines)
-    named = [one for one in lines if is_of_program(one.file) and one.bytes >= _MIN_SHARE * whole][:_MAX_LINES]
-    return ", ".join(f"{in_words(*one[3:])} ({format_bytes(one.bytes)})" for one in named) or None
+    whole = sum(line.bytes for line in lines)
+    named = [line for line in lines if is_of_program(line.file) and line.bytes >= _MIN_SHARE * whole][:_MAX_LINES]
+    return ", ".join(f"{in_words(*line[3:])} ({format_bytes(line.bytes)})" for line in named) or None
 
 
 def top_line_sentence(lines: Sequence[SourceLine], *phases: str, whose: str = "this time") -> str:
     """Return a sentence about the line that takes most of these phases; empty if it is not in the program."""
-    for one in worth_reporting(seen_in(lines, *phases))[:1]:
-        if is_of_program(one.file):
-            return f"{100 * one.share:.0f}% of {whose} is at {one}."
+    for line in worth_reporting(seen_in(lines, *phases))[:1]:
+        if is_of_program(line.file):
+            return f"{100 * line.share:.0f}% of {whose} is at {line}."
     return ""

@@ -251,7 +251,7 @@ def combined(trials: Iterable[LoaderTrial]) -> list[LoaderTrial]:
     for trial in trials:
         if trial.batch_s is not None and trial.failed is None:
             before = fastest.setdefault(_key(trial.settings), trial)
-            fastest[_key(trial.settings)] = min(before, trial, key=lambda one: one.batch_s or math.inf)
+            fastest[_key(trial.settings)] = min(before, trial, key=lambda trial: trial.batch_s or math.inf)
     return [*fastest.values()]
 
 
@@ -263,7 +263,7 @@ def trial_of(trials: Iterable[LoaderTrial], settings: LoaderSettings | None) -> 
     """Return the fastest trial of these settings; ``None`` if they were not tried or failed."""
     if settings is None:
         return None
-    return next((one for one in combined(trials) if _key(one.settings) == _key(settings)), None)
+    return next((trial for trial in combined(trials) if _key(trial.settings) == _key(settings)), None)
 
 
 def settings_line(now: LoaderSettings, wanted: LoaderSettings) -> str:
@@ -290,7 +290,7 @@ def advised(finding: Finding) -> Finding:
 
 def as_searched(finding: Finding, result: LoaderResult) -> Finding:
     """Return a ``data_loading`` finding with the measurements of a search instead of the predictions."""
-    others = any(one.measured and one.settings != result.original for one in result.trials)
+    others = any(trial.measured and trial.settings != result.original for trial in result.trials)
     before = trial_of(result.trials, result.original) if others else None
     after = trial_of(result.trials, result.settings)
     if before is None or after is None or not before.batch_s or not after.batch_s or result.original is None:

@@ -117,11 +117,11 @@ def _account(ranks: Sequence[RankMemory], sample: GpuSample, own_pids: Collectio
     processes, own_bytes = sample.processes or (), 0
     own_pids = _the_only_large_one(sample, len(ranks), reserved_bytes) if own_pids is None else own_pids
     if own_pids is not None:
-        own_bytes = sum(one.memory_used_bytes or 0 for one in processes if one.pid in own_pids)
+        own_bytes = sum(process.memory_used_bytes or 0 for process in processes if process.pid in own_pids)
         others = [
-            OtherProcess(pid=one.pid, used_bytes=one.memory_used_bytes, user=one.user, name=one.name)
-            for one in processes
-            if one.pid not in own_pids
+            OtherProcess(pid=process.pid, used_bytes=process.memory_used_bytes, user=process.user, name=process.name)
+            for process in processes
+            if process.pid not in own_pids
         ]
     # The driver's reading may be older than torch's.
     if used_bytes is not None and 0 < own_bytes < reserved_bytes:
@@ -132,7 +132,7 @@ def _account(ranks: Sequence[RankMemory], sample: GpuSample, own_pids: Collectio
     if used_bytes is not None:
         beyond_torch = {
             "context": max(0, own_bytes - reserved_bytes),
-            OTHER_PROCESSES: sum(one.used_bytes or 0 for one in others),
+            OTHER_PROCESSES: sum(process.used_bytes or 0 for process in others),
             "driver": sample.driver_memory_bytes or 0,
             "unexplained": used_bytes,
         }
@@ -148,7 +148,7 @@ def _account(ranks: Sequence[RankMemory], sample: GpuSample, own_pids: Collectio
         parts_bytes={name: parts[name] for name in PARTS if parts[name]},
         explained_share=1 - parts["unexplained"] / used_bytes if used_bytes else None,
         peak_reserved_bytes=sum(map(_peak_reserved, ranks)),
-        others=tuple(sorted(others, key=lambda one: (-(one.used_bytes or 0), one.pid))),
+        others=tuple(sorted(others, key=lambda process: (-(process.used_bytes or 0), process.pid))),
         peak_lines=fullest.peak_lines,
         kept_lines=fullest.kept_lines,
     )
@@ -208,7 +208,7 @@ def _the_only_large_one(sample: GpuSample, ranks: int, reserved_bytes: int) -> f
 
     In a container the driver lists the host's PIDs.
     """
-    sizes = {one.pid: one.memory_used_bytes or 0 for one in sample.processes or ()}
+    sizes = {process.pid: process.memory_used_bytes or 0 for process in sample.processes or ()}
     large = [pid for pid, size in sizes.items() if size >= reserved_bytes > 0]
     listed_bytes = sum(sizes.values()) + (sample.driver_memory_bytes or 0)
     is_unique = ranks == len(large) == 1 and listed_bytes >= _ALL_LISTED * (sample.memory_used_bytes or 0)

@@ -99,13 +99,13 @@ def unlisted_bytes(oom: OutOfMemory) -> int:
     if oom.total_bytes is None or oom.free_bytes is None or oom.reading is None:
         return 0
     own = oom.own_bytes or oom.reading.reserved_bytes + CONTEXT_BYTES
-    left = oom.total_bytes - oom.free_bytes - own - sum(one.memory_used_bytes or 0 for one in oom.others)
+    left = oom.total_bytes - oom.free_bytes - own - sum(process.memory_used_bytes or 0 for process in oom.others)
     return left if left >= _MIN_UNLISTED * oom.total_bytes else 0
 
 
 def others_bytes(oom: OutOfMemory) -> int:
     """Return all known memory of other processes."""
-    return sum(one.memory_used_bytes or 0 for one in oom.others) + unlisted_bytes(oom)
+    return sum(process.memory_used_bytes or 0 for process in oom.others) + unlisted_bytes(oom)
 
 
 def levers(run: RunMeasurements, oom: OutOfMemory) -> str:

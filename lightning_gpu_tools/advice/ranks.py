@@ -59,21 +59,25 @@ def mean_wait_s(ranks: Sequence[RankStep]) -> float | None:
 
 def with_waits(ranks: tuple[RankStep, ...], waits: Mapping[int, Mapping[str, Any]]) -> tuple[RankStep, ...]:
     """Add the waits of GPUs for other ranks, from each rank's ``RunRecorder.own_waits``."""
-    of_ranks = [waits[one.rank] for one in ranks]
-    if all(one.wait_s is not None for one in ranks) or not all(of_ranks):
+    of_ranks = [waits[rank.rank] for rank in ranks]
+    if all(rank.wait_s is not None for rank in ranks) or not all(of_ranks):
         return ranks
     # Both are lower bounds: sampled steps may miss rare waits, and hosts wait for the rank that is last on average.
-    hosts_s = [one["of_host_s"] for one in of_ranks]
+    hosts_s = [waits_of_rank["of_host_s"] for waits_of_rank in of_ranks]
     late_s: list[float | None] = [None] * len(ranks)
     if any(hosts_s):  # a host also waits for its own GPU's work, which is not waiting for others
-        rooms_s = [one["step_s"] - rank.own_step_s for rank, one in zip(ranks, of_ranks, strict=True)]
+        rooms_s = [
+            waits_of_rank["step_s"] - rank.own_step_s for rank, waits_of_rank in zip(ranks, of_ranks, strict=True)
+        ]
         late_s = [max(0.0, min(s - min(hosts_s), room_s)) for s, room_s in zip(hosts_s, rooms_s, strict=True)]
     sending_s = None
-    steps = set.intersection(*(set(one["by_step"]) for one in of_ranks))
+    steps = set.intersection(*(set(waits_of_rank["by_step"]) for waits_of_rank in of_ranks))
     if len(steps) >= _MIN_SAMPLES:
-        least_s = {step: min(one["by_step"][step] for one in of_ranks) for step in steps}
+        least_s = {step: min(waits_of_rank["by_step"][step] for waits_of_rank in of_ranks) for step in steps}
         sending_s = median(least_s.values())
-        sampled_s = [usual_s(one["by_step"][step] - least_s[step] for step in steps) for one in of_ranks]
+        sampled_s = [
+            usual_s(waits_of_rank["by_step"][step] - least_s[step] for step in steps) for waits_of_rank in of_ranks
+        ]
         late_s = [max(not_none([one_s, two_s])) for one_s, two_s in zip(late_s, sampled_s, strict=True)]
     return tuple(
         replace(rank, others_late_s=one_s, wait_s=None if sending_s is None or one_s is None else sending_s + one_s)

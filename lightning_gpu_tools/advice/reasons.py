@@ -100,13 +100,13 @@ def _harmless(run: RunMeasurements, left_out: Sequence[LeftOut]) -> str:
     On a GPU, it may be hidden behind the GPU's work, so only a finding counts.
     """
     if run.on_gpu:
-        longest = max(left_out, key=lambda one: one.finding.share, default=None)
+        longest = max(left_out, key=lambda candidate: candidate.finding.share, default=None)
         return "" if longest is None else f"{longest.finding.why.removesuffix('.')}, but {longest.reason}."
     group, seconds = longest_group(run, (TRAINING_STEP,))
     if seconds < MAX_UNNAMED * run.wall_s:
         return ""
-    about = [one for one in left_out if group == base_phase(str(one.finding.evidence.get("phase")))]
-    reason = max(about, key=lambda one: one.finding.share).reason if about else "no rule judges it"
+    about = [candidate for candidate in left_out if group == base_phase(str(candidate.finding.evidence.get("phase")))]
+    reason = max(about, key=lambda candidate: candidate.finding.share).reason if about else "no rule judges it"
     label, verb = label_of(group), "take" if group == CALLBACK else "takes"
     return f"{label[0].upper()}{label[1:]} {verb} {100 * seconds / run.wall_s:.0f}% of the wall time, but {reason}."
 

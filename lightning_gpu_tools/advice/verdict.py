@@ -33,10 +33,12 @@ def judge(
     run: RunMeasurements, findings: Sequence[Finding], left_out: Sequence[LeftOut], min_utilization_percent: float
 ) -> Judgment:
     """Return the verdict on a run that is long enough, given all findings worth reporting, and the others."""
-    kinds = {one.cause: TIME_CAUSES[one.cause].kind for one in findings}
-    others, remarks = ([one for one in findings if kinds[one.cause] == kind] for kind in ("others", "remark"))
-    found = [one for one in findings if kinds[one.cause] in ("idle", "busy")]
-    if any(one.share for one in others):  # they compute; otherwise they only hold memory, as far as known
+    kinds = {finding.cause: TIME_CAUSES[finding.cause].kind for finding in findings}
+    others, remarks = (
+        [finding for finding in findings if kinds[finding.cause] == kind] for kind in ("others", "remark")
+    )
+    found = [finding for finding in findings if kinds[finding.cause] in ("idle", "busy")]
+    if any(finding.share for finding in others):  # they compute; otherwise they only hold memory, as far as known
         return Judgment("shared_gpu", others)
     if not run.on_gpu or run.utilization_percent is None:
         judgment = Judgment("low" if found else "unknown" if run.on_gpu else "healthy", found, left_out)
@@ -54,12 +56,12 @@ def _of_busy_percent(
     """Return the judgment on a run on a GPU that reports its utilization, as if no other job used it."""
     percent = busy_percent(run) or 0.0
     is_busy = percent >= min_utilization_percent and few_active_sms(run) is None
-    if is_busy and not any(TIME_CAUSES[one.cause].kind == "busy" for one in found):
+    if is_busy and not any(TIME_CAUSES[finding.cause].kind == "busy" for finding in found):
         reason = f"a GPU that is busy {min_utilization_percent:.0f}% of the time is well used"
-        return Judgment("healthy", remarks, [LeftOut(one, reason) for one in found])
+        return Judgment("healthy", remarks, [LeftOut(finding, reason) for finding in found])
     idle = 1.0 - percent / 100
-    in_step = [one for one in found if TIME_CAUSES[one.cause].is_in_step]
-    explained = sum(one.share for one in in_step if base_phase(str(one.evidence["phase"])) == TRAINING_STEP)
+    in_step = [finding for finding in found if TIME_CAUSES[finding.cause].is_in_step]
+    explained = sum(finding.share for finding in in_step if base_phase(str(finding.evidence["phase"])) == TRAINING_STEP)
     rest = max(0.0, (idle_in_step_share(run) or 0.0) - explained)
     if not found or rest >= _MIN_UNNAMED_IDLE:
         explain = next(cause.explain_rest for cause in TIME_CAUSES.values() if cause.explain_rest is not None)

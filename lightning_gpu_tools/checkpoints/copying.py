@@ -297,12 +297,14 @@ def _renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
 
     with contextlib.ExitStack() as hooks, gathered:
         for module in model.modules():
-            if any(hasattr(one, "ds_id") for one in module.parameters(recurse=False)):
+            if any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):
                 hooks.enter_context(module.register_load_state_dict_pre_hook(gather))  # type: ignore[no-untyped-call]
         yield
     loaded = {*map(id, model.parameters())}
     # The model has no reference to its engine.
-    engines: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), deepspeed.DeepSpeedEngine)]
+    engines: list[Any] = [
+        candidate for candidate in gc.get_objects() if issubclass(type(candidate), deepspeed.DeepSpeedEngine)
+    ]
     for engine in engines:
         has_model = not loaded.isdisjoint(map(id, engine.parameters()))
         if has_model and hasattr(engine.optimizer, "refresh_fp32_params"):  # torch's optimizers keep no copies

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     say = functools.partial(print, flush=True)
     say(f"1. {STEPS} training steps on the CPU without workers. A batch has 16 images of 1.5 ms loading time each.")
     before = train(folder, num_workers=0)
-    workers = max((int(one.evidence.get("advised_num_workers", 0)) for one in before.findings), default=0)
+    workers = max((int(finding.evidence.get("advised_num_workers", 0)) for finding in before.findings), default=0)
     if not workers:
         say("The report does not advise workers, because other programs keep this machine busy. Try again later.")
         return 1

@@ -96,7 +96,7 @@ def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
     from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
     gpus = nvml.read_gpus(with_loads=True)
-    process_ids = {one.pid for gpu in gpus for one in gpu.processes or () if not one.is_foreign}
+    process_ids = {process.pid for gpu in gpus for process in gpu.processes or () if not process.is_foreign}
     all_claims.warn_if_private()
     try:
         with all_claims.read_ledger(all_claims.directory()) as ledger:
@@ -159,7 +159,11 @@ def _by_user(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> d
         claimed = [(place, claim) for place in places for claim in own_claims if claim.is_on(place.uuid)]
         memory = not_none(process.memory_used_bytes for _, process in mine)
         loads = not_none(process.utilization_percent for _, process in mine)
-        running = [(_state(one)["started_s"], one.pid, one.name) for _, one in mine if _state(one)["started_s"]]
+        running = [
+            (_state(process)["started_s"], process.pid, process.name)
+            for _, process in mine
+            if _state(process)["started_s"]
+        ]
         facts = {
             "user": user,
             "gpus": [*dict.fromkeys(gpu.number for gpu, _ in mine)],
@@ -170,7 +174,7 @@ def _by_user(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> d
             "longest_process": dict(zip(("started_s", "pid", "name"), min(running), strict=True)) if running else None,
         }
         users.append(facts)
-    users.sort(key=lambda one: (-(one["memory_used_bytes"] or 0), str(one["user"])))
+    users.sort(key=lambda entry: (-(entry["memory_used_bytes"] or 0), str(entry["user"])))
     return {"users": users, "unknown_gpus": [gpu.number for gpu in read if gpu.processes is None]}
 
 
@@ -186,15 +190,15 @@ def _user_table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption_justify="left")
     for name in ("user", "GPUs", "memory", "util", "claimed", "longest process"):
         table.add_column(name, justify="right" if name in ("memory", "util") else "left", overflow="fold")
-    for one in found["users"][:_MAX_USERS]:
-        load, longest, reserved = one["utilization_percent"], one["longest_process"], one["claimed_memory_bytes"]
+    for user in found["users"][:_MAX_USERS]:
+        load, longest, reserved = user["utilization_percent"], user["longest_process"], user["claimed_memory_bytes"]
         since = "" if longest is None else format_duration(time.time() - longest["started_s"])
         cells = (
-            "not visible from here" if one["user"] is None else printable(one["user"]),
-            listed(one["gpus"]),
-            _size(one["memory_used_bytes"]),
-            "?" if load is None and one["gpus"] else f"{load or 0:.0f}%",
-            listed(one["claimed_gpus"]) + (f", {format_bytes(reserved)}" if reserved else ""),
+            "not visible from here" if user["user"] is None else printable(user["user"]),
+            listed(user["gpus"]),
+            _size(user["memory_used_bytes"]),
+            "?" if load is None and user["gpus"] else f"{load or 0:.0f}%",
+            listed(user["claimed_gpus"]) + (f", {format_bytes(reserved)}" if reserved else ""),
             "" if longest is None else f"{printable(longest['name'] or '?')} (pid {longest['pid']}) for {since}",
         )
         table.add_row(*map(Text, cells))  # Text, so that rich does not take a bracket in a name for markup
@@ -217,19 +221,19 @@ def _rows(gpu: GpuReading, claims: Sequence[GpuClaim] | None, uuid_length: int) 
     """Yield one row for a GPU, for the free MIG instances of each kind, and for each instance in use."""
     in_use: list[tuple[str, ...]] = []
     free: dict[tuple[str, ...], list[tuple[str, GpuReading]]] = {}
-    for one in gpu.mig_instances:
-        profile, cells = printable((one.name or "?").rpartition(" MIG ")[2]), _cells(one, claims)
-        name = f"{profile} {printable(str(one.uuid)[:uuid_length])}"
+    for instance in gpu.mig_instances:
+        profile, cells = printable((instance.name or "?").rpartition(" MIG ")[2]), _cells(instance, claims)
+        name = f"{profile} {printable(str(instance.uuid)[:uuid_length])}"
         if any(cells[-2:]):
-            in_use.append((one.number, name, *cells))
+            in_use.append((instance.number, name, *cells))
         else:
-            free.setdefault((profile, *cells[:-2]), []).append((name, one))
+            free.setdefault((profile, *cells[:-2]), []).append((name, instance))
     *sizes, used_by, claimed_by = _cells(gpu, claims)
     if gpu.mig_instances:
         used_by += f", {len(gpu.mig_instances) - len(in_use)} free"
     yield gpu.number, printable(gpu.name or "?"), *sizes, used_by, claimed_by
     for (profile, *sizes), alike in free.items():
-        numbers = number_ranges(one.mig_index or 0 for _, one in alike)
+        numbers = number_ranges(instance.mig_index or 0 for _, instance in alike)
         short = numbers.replace(" to ", "-").replace(" and ", ",").replace(" ", "")
         name = alike[0][0] if len(alike) == 1 else f"{len(alike)} x {profile}"
         yield f"{gpu.index}:{short}", name, *sizes, "nobody", ""

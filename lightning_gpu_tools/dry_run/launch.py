@@ -111,10 +111,10 @@ def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
 
 def _code_of_ranks(records: Sequence[ProcessRecord]) -> int | None:
     """Return the exit code that the ranks of a job imply; ``None`` while they may still run."""
-    complete = [one for one in records if one.outcome == "complete"]
+    complete = [record for record in records if record.outcome == "complete"]
     if complete and len(complete) >= complete[0].world_size:
         return 0
-    has_failed = any(one.outcome == "broken" or (one.error and one.world_size > 1) for one in records)
+    has_failed = any(record.outcome == "broken" or (record.error and record.world_size > 1) for record in records)
     return 1 if has_failed else None
 
 
@@ -126,9 +126,9 @@ def _records(folder: Path) -> tuple[ProcessRecord, ...]:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill the command and its children, including those in their own sessions, such as torchrun's."""
     with suppress(psutil.NoSuchProcess):
-        for one in psutil.Process(process.pid).children(recursive=True):
+        for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                one.kill()
+                child.kill()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -45,7 +45,7 @@ def phase_of(stack: Stack) -> str:
 
 def find_peak(before: Mapping[int, Block], events: Sequence[Block]) -> Peak:
     """Return the peak of these events, given the blocks in use before them."""
-    sizes = list(accumulate((one.size for one in events), initial=sum(block.size for block in before.values())))
+    sizes = list(accumulate((event.size for event in events), initial=sum(block.size for block in before.values())))
     place = max(range(len(sizes)), key=sizes.__getitem__)
     live, at_peak, reached_by = dict(before), dict(before), None
     for number, event in enumerate(events, 1):

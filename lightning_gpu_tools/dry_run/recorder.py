@@ -158,7 +158,7 @@ class Recorder:
             return
         trains = torch.is_grad_enabled()
         self._has_validated |= not trains and not module.training
-        batch = next((one for one in plain_tensors(inputs) if one.is_cuda and one.dim()), None)
+        batch = next((tensor for tensor in plain_tensors(inputs) if tensor.is_cuda and tensor.dim()), None)
         if batch is None or not (trains or not self._gpus):
             return
         self._read(is_step=False)
@@ -206,13 +206,15 @@ class Recorder:
 
     def _read(self, *, is_step: bool) -> None:
         """Read the memory of all GPUs, and its changes since the last reading."""
-        modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
+        modules = [module for module in gc.get_objects() if issubclass(type(module), torch.nn.Module)]
         weights = [weight for module in modules for weight in module.parameters(recurse=False)]
-        weights += [w for one in self._optimizers.values() for group in one.param_groups for w in group["params"]]
+        weights += [
+            w for optimizer in self._optimizers.values() for group in optimizer.param_groups for w in group["params"]
+        ]
         names = _names(
             parameters=weights,
             gradients=[weight.grad for weight in weights if weight.grad is not None],
-            optimizer_states=[[*one.state.values()] for one in self._optimizers.values()],
+            optimizer_states=[[*optimizer.state.values()] for optimizer in self._optimizers.values()],
             buffers=[[*module.buffers(recurse=False)] for module in modules],
         )
         self._has_convolutions = any(isinstance(module, _CUDNN_MODULES) for module in modules)
@@ -249,7 +251,7 @@ class Recorder:
         )
         if not self._gpus or outcome == "running":
             return record
-        gpu = max(self._gpus.values(), key=lambda one: one.peak_bytes)
+        gpu = max(self._gpus.values(), key=lambda gpu: gpu.peak_bytes)
         reading = read_memory(gpu.gpu)
         assert reading is not None
         fits = None
@@ -309,7 +311,7 @@ class _Gpu:
         found = find_peak(self._live, self._events if self._is_whole else ())
         if found.size > self.peak_bytes:
             self._keep_peak(found, step, names)
-        self._live = {one.address: one for one in live_blocks(self.gpu)}
+        self._live = {block.address: block for block in live_blocks(self.gpu)}
         self._names = names
 
     def begin_step(self) -> None:
@@ -319,7 +321,7 @@ class _Gpu:
             self._between = self._events
         else:
             self._segments = segments(self.gpu)
-            self._unnamed = {one: self._live[one].size for one in self._live.keys() - self._names.keys()}
+            self._unnamed = {address: self._live[address].size for address in self._live.keys() - self._names.keys()}
 
     def recorded(self) -> tuple[StepMemory, ...]:
         """Return the steps for a replay. The first one also allocates its batch: unknown blocks that it later frees."""

@@ -128,25 +128,25 @@ def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -
             "The command ended without importing torch. Python processes started with -S, -I or -E, or without "
             "PYTHONPATH, cannot be recorded."
         )
-    for one in records:
-        if one.outcome == "broken":
-            return _unknown_because(f"The recording of a process failed: {one.error}")
-        if one.torch != torch:
+    for record in records:
+        if record.outcome == "broken":
+            return _unknown_because(f"The recording of a process failed: {record.error}")
+        if record.torch != torch:
             return _unknown_because(
-                f"The command uses the torch in {one.torch}, but the simulated GPUs are made for the torch in {torch}. "
-                "Install lightning-gpu-tools in the command's Python environment, and run dry-run from there."
+                f"The command uses the torch in {record.torch}, but the simulated GPUs are made for the torch in "
+                f"{torch}. Install lightning-gpu-tools in the command's Python environment, and run dry-run from there."
             )
-    if code in _ABORTED and all(one.outcome != "running" and not one.error for one in records):
+    if code in _ABORTED and all(record.outcome != "running" and not record.error for record in records):
         code = 0  # after its end: torch's threads may lose a race with Python's shutdown
-    fullest = max(records, key=lambda one: (one.outcome == "complete", one.steps, one.peak_reserved_bytes))
+    fullest = max(records, key=lambda record: (record.outcome == "complete", record.steps, record.peak_reserved_bytes))
     if fullest.outcome == "complete":
         if not fullest.uses_gpu:
             return _unknown_because(
                 f"The command completed {plural(fullest.steps, 'training step')} without using a GPU."
             )
         return Judgment("fits", fullest)
-    failed = max(records, key=lambda one: one.failures)
-    error = next((one.error for one in records if one.error), "")
+    failed = max(records, key=lambda record: record.failures)
+    error = next((record.error for record in records if record.error), "")
     if (code or error) and (failed.failures or "out of memory" in error):
         return Judgment("does_not_fit", failed)
     if code or error:
@@ -155,9 +155,11 @@ def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -
             count = 2 if too_few[1] is None else int(too_few[1]) + 1
             remedy = f"Simulate as many GPUs as the command uses: add -n {count} to dry-run."
         return _unknown_because(f"The command ended with {error or _ending(code)} {_after(fullest.steps)}. {remedy}")
-    if not any(one.uses_gpu for one in records):
+    if not any(record.uses_gpu for record in records):
         return _unknown_because("The command did not use a GPU.")
-    return Judgment("fits", max((one for one in records if one.uses_gpu), key=lambda one: one.peak_reserved_bytes))
+    return Judgment(
+        "fits", max((record for record in records if record.uses_gpu), key=lambda record: record.peak_reserved_bytes)
+    )
 
 
 def _unknown_because(why: str) -> Judgment:
@@ -223,8 +225,8 @@ def result(judgment: Judgment, gpu: str, gpus: int, steps: int, needs: ProcessRe
         parts_bytes=_parts(known, context),
         lines=known.lines,
         largest_batch=known.largest_batch,
-        fits_on={one: _fits(one, without_cache, needed) for one in MODELS},
-        estimated=tuple(one for one in MODELS if MODELS[one].capability != MODELS[gpu].capability),
+        fits_on={model: _fits(model, without_cache, needed) for model in MODELS},
+        estimated=tuple(model for model in MODELS if MODELS[model].capability != MODELS[gpu].capability),
         unknown=tuple(_limitations(known, steps)),
     )
 

@@ -29,11 +29,11 @@ def _lines(run: DryRun) -> Iterator[str]:
             if size >= _MIN_SHARE * needed:
                 shown = f"{label} (allocator cache)" if name in CACHE else label
                 yield f"  {format_bytes(size):>8}  {100 * size / needed:3.0f}%  {shown}"
-        lines = [one for one in run.lines if one.bytes >= _MIN_SHARE * needed][:_MAX_LINES]
+        lines = [line for line in run.lines if line.bytes >= _MIN_SHARE * needed][:_MAX_LINES]
         if lines:
             yield "Lines that allocated the most"
             room = line_width() - 15
-            yield from (f"  {format_bytes(one.bytes):>8}  {printable(line_label(one), room)}" for one in lines)
+            yield from (f"  {format_bytes(line.bytes):>8}  {printable(line_label(line), room)}" for line in lines)
     if run.batch_size and (run.largest_batch is not None or run.trials):
         yield _wrapped(f"Largest batch: {_largest_batch(run)}")
     if run.fits_on:
@@ -54,7 +54,9 @@ def _largest_batch(run: DryRun) -> str:
 
 def _models(run: DryRun) -> str:
     def those(fits: str) -> str:
-        return ", ".join(f"~{one}" if one in run.estimated else one for one in run.fits_on if run.fits_on[one] == fits)
+        return ", ".join(
+            f"~{model}" if model in run.estimated else model for model in run.fits_on if run.fits_on[model] == fits
+        )
 
     texts = [those("yes") or "none"]
     if those("perhaps"):

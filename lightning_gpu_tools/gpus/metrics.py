@@ -251,6 +251,6 @@ def over_run(window: GpuWindow, validation: GpuWindow) -> dict[str, Any]:
     for metric in METRICS:
         combine: Any = {"max": max, "last": max, "difference": sum}.get(metric.reduction)
         windows = (window,) if combine is None else (window, validation)
-        values = not_none(getattr(one, metric.field) for one in windows)
+        values = not_none(getattr(window, metric.field) for window in windows)
         found[metric.field] = combine(values) if combine is not None and values else next(iter(values), None)
     return {name: value for name, value in found.items() if name in GpuSummary.__dataclass_fields__}

@@ -95,8 +95,8 @@ class Sampler:
         for poller in self._pollers:
             poller.start()
         with self._polled:
-            self._polled.wait_for(lambda: all(one.begun or one.ended for one in self._pollers), limits.LIMIT_S)
-            unusable = [one.failure for one in self._pollers if isinstance(one.failure, NvmlUnavailableError)]
+            self._polled.wait_for(lambda: all(poller.begun or poller.ended for poller in self._pollers), limits.LIMIT_S)
+            unusable = [poller.failure for poller in self._pollers if isinstance(poller.failure, NvmlUnavailableError)]
             if unusable:
                 self._stop()
                 raise unusable[0]
@@ -163,7 +163,9 @@ class Sampler:
                     poller.wanted = poller.begun + 1
                 self._wake.notify_all()
                 self._polled.wait_for(
-                    lambda: all(one.done >= one.wanted or one.ended or one.is_late for one in self._pollers),
+                    lambda: all(
+                        poller.done >= poller.wanted or poller.ended or poller.is_late for poller in self._pollers
+                    ),
                     min(wait_s, limits.LIMIT_S),  # there is no notification if a poll becomes late
                 )
             found = {uuid: read(window) for uuid, window in windows.items()}

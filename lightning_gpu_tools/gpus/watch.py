@@ -63,8 +63,8 @@ class GpuWatch(Sampler):
 
     def lost_clock_percent(self) -> float | None:
         """Return the largest loss of clock rate to heat and power, in percent of the highest; ``None`` if unknown."""
-        samples = [one for uuid, one in self.latest().items() if uuid in self._trained_on]
-        lost = (100.0 - (one.held_clock_percent or 100.0) for one in samples if one.throttled_s is not None)
+        samples = [sample for uuid, sample in self.latest().items() if uuid in self._trained_on]
+        lost = (100.0 - (sample.held_clock_percent or 100.0) for sample in samples if sample.throttled_s is not None)
         return max(lost, default=None)
 
     def note_memory(self) -> None:
@@ -99,7 +99,7 @@ class GpuWatch(Sampler):
             if window is None:
                 continue
             self._others_peak_bytes[uuid] = self._peak_of_others(window)
-            joules = not_none(one.energy_joules for one in (window, validation[uuid]))
+            joules = not_none(part.energy_joules for part in (window, validation[uuid]))
             self._energy_joules[uuid] = self._energy_joules.get(uuid, 0.0) + sum(joules)
             energy = self._energy_joules[uuid] if joules else None  # omitted if the GPU can no longer be read
             metrics |= gpu_metrics(gpu.index, window, energy, self._node)
@@ -136,6 +136,6 @@ class GpuWatch(Sampler):
             validation_utilization_percent_mean=validation.utilization_percent_mean,
             power_watts_mean=fmean(power) if power else None,
             others_memory_bytes_max=self._peak_of_others(window),
-            timelines={name: rounded(one, one.begin_s - self._started_s) for name, one in timelines.items()},
+            timelines={name: rounded(series, series.begin_s - self._started_s) for name, series in timelines.items()},
             **over_run(window, validation),
         )

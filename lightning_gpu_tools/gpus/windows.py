@@ -152,7 +152,7 @@ class WindowBuilder:
         return GpuWindow(
             uuid=self._uuid,
             utilization_observed_s=self._utilization.total_s,
-            processes=None if last.processes is None else tuple(self._with_mean(one) for one in last.processes),
+            processes=None if last.processes is None else tuple(self._with_mean(process) for process in last.processes),
             errors=tuple(self._errors),
             problems=tuple(self._problems),
             **metrics,

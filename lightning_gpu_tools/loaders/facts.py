@@ -73,7 +73,7 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
         is_forked=is_forked,
         open_files=tuple(_open_files([*held, *of_collate], loader.worker_init_fn, is_forked=is_forked)),
         not_picklable=None if is_forked else next(_not_picklable([*held, *of_collate]), None),
-        not_copyable=next((one.shown.name for one in held if is_not_copyable(one.thing)), None),
+        not_copyable=next((item.shown.name for item in held if is_not_copyable(item.thing)), None),
         keeps_position=hasattr(kind, "state_dict"),  # that of ExactResume is an attribute of the loader
         in_order=loader.in_order,
         own_iterator=getattr(kind, GET_ITERATOR, None) is not getattr(DataLoader, GET_ITERATOR, None),
@@ -85,7 +85,7 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
     )
     if not isinstance(dataset, IterableDataset):
         return facts
-    things = [one.thing for one in held]
+    things = [item.thing for item in held]
     return replace(
         facts,
         is_iterable=True,
@@ -99,19 +99,19 @@ def _open_files(found: Sequence[Held], worker_init: Any, *, is_forked: bool) -> 
     """Yield the names of what is open, unless the program opens it again in the workers."""
     anew = _names([worker_init]) if worker_init is not None else set()
     known = set()
-    for one in found:
-        if is_open(one.thing):
-            shown = one.shown
+    for item in found:
+        if is_open(item.thing):
+            shown = item.shown
             own = set() if shown.owner is None or is_of_library(shown.owner) else _names([shown.owner])
             is_opened_anew = shown.name.rpartition(".")[2] in anew or not _OPENS_ANEW.isdisjoint(own)
-            is_left_out = not is_forked and _pickles_itself(one)
+            is_left_out = not is_forked and _pickles_itself(item)
             if not (is_opened_anew or is_left_out or shown.name in known):
                 known.add(shown.name)
                 yield shown.name
 
 
 def _not_picklable(found: Sequence[Held]) -> Iterator[str]:
-    return (one.shown.name for one in found if is_not_picklable(one.thing) and not _pickles_itself(one))
+    return (item.shown.name for item in found if is_not_picklable(item.thing) and not _pickles_itself(item))
 
 
 def _pickles_itself(held: Held) -> bool:
@@ -130,10 +130,10 @@ def _pickles_itself(held: Held) -> bool:
 def _splits(dataset: Any, things: Sequence[Any], worker_init: Any) -> bool | None:
     """Return whether each worker reads only its own part, as far as the code shows."""
     if type(dataset) is ChainDataset:
-        each = [_splits(one, [held.thing for held in held_by(one)], worker_init) for one in dataset.datasets]
+        each = [_splits(part, [held.thing for held in held_by(part)], worker_init) for part in dataset.datasets]
         return min(each, key=(False, None, True).index, default=None)
     names = _names(filter(_shows_split, [getattr(worker_init, "func", worker_init), *things]))
-    if any(name_of(one) in _SPLITTERS for one in things) or {_GET_WORKER, _COUNT_WORKERS} <= names:
+    if any(name_of(thing) in _SPLITTERS for thing in things) or {_GET_WORKER, _COUNT_WORKERS} <= names:
         return True
     is_unknown_library = is_of_library(type(dataset)) and not any(map(_is_of_webdataset, things))
     return None if is_unknown_library or not names.isdisjoint({_GET_WORKER, *_DRAWS}) else False
@@ -152,16 +152,16 @@ def _shows_split(thing: Any) -> bool:
 
 
 def _shards(things: Iterable[Any]) -> int | None:
-    for one in things:
-        if name_of(one) == _ENDLESS:
+    for thing in things:
+        if name_of(thing) == _ENDLESS:
             return None
-        known = attributes(one)
+        known = attributes(thing)
         for name in _SHARDS:
             found = known.get(name)
-            is_library = isinstance(one, IterableDataset) and is_of_library(type(one))
-            if is_library and isinstance(getattr(type(one), name, None), property):
+            is_library = isinstance(thing, IterableDataset) and is_of_library(type(thing))
+            if is_library and isinstance(getattr(type(thing), name, None), property):
                 with suppress(Exception):  # a library's property may raise anything
-                    found = getattr(one, name)
+                    found = getattr(thing, name)
             count = len(found) if isinstance(found, (list, tuple)) else found
             if type(count) is int and count > 0:
                 return count
@@ -170,7 +170,7 @@ def _shards(things: Iterable[Any]) -> int | None:
 
 def _names(things: Iterable[Any]) -> set[str]:
     """Return the names in the code of functions and of the methods of classes, and in functions that they call."""
-    queue = [(function, 0) for one in things for function in _functions(one)]
+    queue = [(function, 0) for thing in things for function in _functions(thing)]
     names, seen = set[str](), set[types.CodeType]()
     for function, depth in queue:  # which grows
         if function.__code__ in seen or len(seen) >= _MAX_CODES:
@@ -203,11 +203,11 @@ def _functions(thing: Any) -> Iterator[types.FunctionType]:
 def _called(names: Collection[str], scope: dict[str, Any]) -> Iterator[types.FunctionType]:
     """Yield the functions with these names in a module, in modules that it has imported, and in its classes."""
     found = [scope[name] for name in names if name in scope]
-    modules = [one for one in found if isinstance(one, types.ModuleType) and not is_of_library(one)]
-    found += [vars(one)[name] for one in modules for name in names if name in vars(one)]
-    for one in found:
-        if isinstance(one, (type, types.FunctionType)) and not is_of_library(one):
-            yield from _functions(one)
+    modules = [thing for thing in found if isinstance(thing, types.ModuleType) and not is_of_library(thing)]
+    found += [vars(module)[name] for module in modules for name in names if name in vars(module)]
+    for thing in found:
+        if isinstance(thing, (type, types.FunctionType)) and not is_of_library(thing):
+            yield from _functions(thing)
 
 
 # Tables
@@ -228,7 +228,7 @@ def _is_table(dataset: Any) -> bool:
         return False
     if not isinstance(function, ast.FunctionDef) or len(function.args.args) != 2:
         return False
-    own, index = (one.arg for one in function.args.args)
+    own, index = (argument.arg for argument in function.args.args)
     held = {name for name, value in attributes(dataset).items() if _has_rows(value)}
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
     return len(body) == 1 and isinstance(body[0], ast.Return) and _is_row(body[0].value, own, index, held)

@@ -62,13 +62,13 @@ class Held(NamedTuple):
 def held_by(root: object) -> list[Held]:
     """Return a dataset and what it holds, each object once, from the outside to the inside."""
     found, seen = [Held(name_of(root), root)], {id(root)}
-    for one in found:  # which grows
-        for label, part in _parts(one.thing):
+    for item in found:  # which grows
+        for label, part in _parts(item.thing):
             if len(found) >= _MAX_THINGS:
                 return found
             if id(part) not in seen and not isinstance(part, _ATOMS):
                 seen.add(id(part))
-                found.append(Held(name_of(part) if _is_source(part) else one.name + label, part, one))
+                found.append(Held(name_of(part) if _is_source(part) else item.name + label, part, item))
     return found
 
 
@@ -200,9 +200,9 @@ def is_not_picklable(thing: object) -> bool:
 def contents_of(found: list[Held]) -> int:
     """Return a number that changes when numbers, texts, sizes or generators among these things change."""
     checksum = 0
-    for one in found:
-        for label, part in (("", one.thing), *_parts(one.thing)):
-            seen = f"{one.name}{label} {type(part).__name__} {_state(part)}"
+    for item in found:
+        for label, part in (("", item.thing), *_parts(item.thing)):
+            seen = f"{item.name}{label} {type(part).__name__} {_state(part)}"
             checksum = zlib.crc32(seen.encode(errors="replace"), checksum)
     return checksum
 

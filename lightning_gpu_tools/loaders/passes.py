@@ -97,7 +97,7 @@ class Loading:
     def obstacle(self) -> str | None:
         """Return the reason not to change the settings, based on the batches so far, and stop watching."""
         self.is_watched = False
-        if any(one.indices is not None and one.indices.drew_late for one in self.passes):
+        if any(running.indices is not None and running.indices.drew_late for running in self.passes):
             return "its sampler draws random numbers during the epoch, and other settings would draw them earlier"
         after = self.contents()
         if isinstance(after, str):
@@ -115,8 +115,8 @@ class Loading:
 
     def close(self) -> None:
         """End all workers. From now on, the loader is an ordinary one with its original settings."""
-        for one in list(self.passes):
-            one.release()
+        for running in list(self.passes):
+            running.release()
         if self.living is not None:
             self.living.batches.close()
         self.living, self.in_use, self.is_closed = None, self.original, True
@@ -128,7 +128,7 @@ class Loading:
 
     def is_loading_with(self, living: Living) -> bool:
         """Return whether a pass uses these workers."""
-        return any(one.batches is living.batches for one in self.passes)
+        return any(running.batches is living.batches for running in self.passes)
 
     def contents(self) -> int | str:
         """Return a number that changes with the dataset, or the reason that workers cannot copy it."""

@@ -243,9 +243,9 @@ def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSetting
 
 def _preferred(case: LoaderCase, known: Sequence[LoaderTrial]) -> LoaderTrial:
     """Return the fewest workers within 3% of the best; below the prediction only if none of these has as many."""
-    good = [one for one in known if _seconds(one) <= (1 + TOLERANCE) * min(map(_seconds, known))]
-    enough = [one for one in good if one.settings.num_workers >= case.plan.settings.num_workers]
-    return min(enough or good, key=lambda one: (one.settings.num_workers, one.settings.prefetch_factor or 0))
+    good = [trial for trial in known if _seconds(trial) <= (1 + TOLERANCE) * min(map(_seconds, known))]
+    enough = [trial for trial in good if trial.settings.num_workers >= case.plan.settings.num_workers]
+    return min(enough or good, key=lambda trial: (trial.settings.num_workers, trial.settings.prefetch_factor or 0))
 
 
 def why_unsure(case: LoaderCase, trials: Sequence[LoaderTrial]) -> str | None:
@@ -270,7 +270,7 @@ def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSetti
     if (unsure := why_unsure(case, trials)) is not None:
         return case.original, unsure
     failures = [trial.failed for trial in trials if trial.failed is not None]
-    if original is None or not any(one.measured for one in known):
+    if original is None or not any(trial.measured for trial in known):
         why = f"No settings could be tried: {failures[0]}" if failures else "The time budget was too short"
         return case.original, f"{why}."
     chosen = _preferred(case, known)

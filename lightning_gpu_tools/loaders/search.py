@@ -95,8 +95,10 @@ class Trials:
         """Return the cost of a batch in one worker, and that worker's startup seconds. Dataset errors propagate."""
         began_s = time.perf_counter()
         # The worker gets all indices at once, so that it never waits for this process.
-        one = LoaderSettings(num_workers=1, prefetch_factor=_MAX_PROBED + 2, persistent_workers=False, pin_memory=False)
-        with self._open(one, collate_fn=functools.partial(_when_ready, self._loader.collate_fn)) as batches:
+        probed = LoaderSettings(
+            num_workers=1, prefetch_factor=_MAX_PROBED + 2, persistent_workers=False, pin_memory=False
+        )
+        with self._open(probed, collate_fn=functools.partial(_when_ready, self._loader.collate_fn)) as batches:
             next(batches)  # includes one-time work in a process; the queue fills behind it
             start_s = time.perf_counter() - began_s
             ready = [next(batches)]
@@ -260,7 +262,9 @@ def search(
         else:
             # All ranks wait for the slowest one in every step, so its costs and the tightest host count.
             slowest = max(everyones, key=lambda facts: float(facts["cost"]["wall_s"]))
-            tightest = min((facts["host"] for facts in everyones), key=lambda one: one["cores"] / one["local_ranks"])
+            tightest = min(
+                (facts["host"] for facts in everyones), key=lambda facts: facts["cores"] / facts["local_ranks"]
+            )
             case = LoaderCase(
                 original=original,
                 cost=LoadCost(**slowest["cost"]),
@@ -280,11 +284,11 @@ def search(
                 trial = LoaderTrial(settings=following)
                 if trials.expected_s(following, case.cost, slowest["start_s"], case.host.cores) <= left_s:
                     show(f"{following.num_workers} workers, {following.prefetch_factor} batches each")
-                    trial = trials.run(following, min(one.batch_s or math.inf for one in tried))
+                    trial = trials.run(following, min(trial.batch_s or math.inf for trial in tried))
                 everyones = gather({"trial": dataclasses.asdict(trial), "left_s": trials.left_s})
                 worst = max(
                     (facts["trial"] for facts in everyones),
-                    key=lambda one: (one["failed"] is not None, one["batch_s"] or math.inf),
+                    key=lambda trial: (trial["failed"] is not None, trial["batch_s"] or math.inf),
                 )
                 tried.append(LoaderTrial(**{**worst, "settings": following}))
             settings, reason = choose(case, tried)

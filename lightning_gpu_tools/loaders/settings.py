@@ -109,11 +109,11 @@ def batch_shape(batch: Any) -> tuple[int, ...] | None:
     first, holder = _first_in(batch)
     if first is None or first.is_nested:
         return None
-    if not isinstance(holder, (list, tuple)) or not all(_is_image(one) for one in holder):
+    if not isinstance(holder, (list, tuple)) or not all(_is_image(image) for image in holder):
         return tuple(first.shape)
-    if any(len(one) != len(first) for one in holder):
+    if any(len(image) != len(first) for image in holder):
         return None
-    return (len(holder), *(max(sizes) for sizes in zip(*(one.shape for one in holder), strict=True)))
+    return (len(holder), *(max(sizes) for sizes in zip(*(image.shape for image in holder), strict=True)))
 
 
 def _is_image(value: Any) -> bool:

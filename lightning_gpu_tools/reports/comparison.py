@@ -195,7 +195,7 @@ def _steady_phase_s(report: Report) -> dict[str, float]:
 def _speedups(comparison: Comparison) -> tuple[float, float, float]:
     """Return how many times as fast the newer run is, and the ends of the 95% interval."""
     slowdowns = (comparison.slowdown, comparison.slowdown_high, comparison.slowdown_low)
-    ratios = [1 + (one or 0.0) for one in slowdowns]
+    ratios = [1 + (slowdown or 0.0) for slowdown in slowdowns]
     speedup, low, high = (1 / ratio if ratio > 0 else math.inf for ratio in ratios)
     return speedup, low, high
 

@@ -68,7 +68,7 @@ def find_report(path: str | os.PathLike[str]) -> str:
         raise _unreadable(folder, error) from None
     if not found:
         raise ReportError(f"There is no {FILE_NAME} in {printable_path(folder)} or below it. Pass the file itself.")
-    return max((one for one in found if not _is_beside_a_fit(one)), key=_modified)
+    return max((report for report in found if not _is_beside_a_fit(report)), key=_modified)
 
 
 def run_folder(folder: str | os.PathLike[str]) -> str:

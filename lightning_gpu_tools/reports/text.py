@@ -118,7 +118,7 @@ def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
         if report.outcome.startswith(RUNNING):
             state = "The run is still in progress."
         yield f"{state} This report shows its state after {format_duration(report.wall_s)}."
-    stalls = sorted(report.stalls, key=lambda one: -one.lasted_s)
+    stalls = sorted(report.stalls, key=lambda stall: -stall.lasted_s)
     shown = stalls if full else stalls[:_MAX_STALLS]
     for stall in shown:
         lasted, continued = format_duration(stall.lasted_s), ", then training continued" * stall.is_over
@@ -267,7 +267,7 @@ def measuring_lines(report: Report) -> list[str]:
     """Return sentences on what could not be measured, and on the overhead of measuring."""
     lines = []
     if report.unseen:
-        unseen = ", ".join(printable(one, 300) for one in report.unseen)
+        unseen = ", ".join(printable(fact, 300) for fact in report.unseen)
         lines.append(f"Not measured, because this kernel, driver, Lightning or torch does not support it: {unseen}.")
     if report.monitor_us_per_step is not None:
         own, thread_us = format_duration(report.monitor_us_per_step / 1e6), report.monitor_thread_us_per_step
@@ -292,7 +292,7 @@ def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str
         shown = f"{label_of(group)}: {printable(name)}" if name else label_of(group)
         if phase == IN_WORKER:
             shown = "loading in a worker"
-        shares = seen_in([one for one in report.lines if one.phase == phase], phase)
+        shares = seen_in([line for line in report.lines if line.phase == phase], phase)
         rows += (
             (shown, f"{100 * line.share:.0f}%", str(line), f"{line.samples:,}")
             for line in (shares if full else shares[:_MAX_SOURCE_LINES])
@@ -415,9 +415,9 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
         leaves = [(name, size) for name, size in _largest_first(parts) if name]
         if group == PARTS[OTHER_PROCESSES]:
             leaves = []
-            for one in account.others:
-                words = one.user and f"{one.user}:", one.name, f"(PID {one.pid})"
-                leaves.append((" ".join(filter(None, words)), one.used_bytes or 0))
+            for process in account.others:
+                words = process.user and f"{process.user}:", process.name, f"(PID {process.pid})"
+                leaves.append((" ".join(filter(None, words)), process.used_bytes or 0))
             leaves = _limited(leaves, _MAX_PROCESSES, full)
         shown = [line(*leaf) for leaf in leaves if full or leaf[1] >= _MIN_PART * whole_bytes]
         branches.append((line(group, sum(parts.values())), shown))
@@ -439,17 +439,17 @@ def _memory_lines(account: MemoryAccount, full: bool) -> list[str]:
     }
     lines = []
     for head, found in heads.items():
-        least = _MIN_PART * sum(one.bytes for one in found)
-        shown = found if full else [one for one in found if one.bytes >= least][:_MAX_MEMORY_LINES]
-        rows = [f"  {format_bytes(one.bytes):>8}  {line_label(one)}" for one in shown]
+        least = _MIN_PART * sum(line.bytes for line in found)
+        shown = found if full else [line for line in found if line.bytes >= least][:_MAX_MEMORY_LINES]
+        rows = [f"  {format_bytes(line.bytes):>8}  {line_label(line)}" for line in shown]
         lines += [head, *rows] if rows else []
     return lines
 
 
-def line_label(one: MemoryLine) -> str:
+def line_label(line: MemoryLine) -> str:
     """Return a line that allocated memory, and the phase of the step."""
-    place = in_words(*one[3:]) if one.file else "no Python line"
-    return f"{place} ({one.phase})" if one.phase else place
+    place = in_words(*line[3:]) if line.file else "no Python line"
+    return f"{place} ({line.phase})" if line.phase else place
 
 
 def _limited(parts: list[tuple[str, float]], count: int, full: bool) -> list[tuple[str, float]]:

@@ -134,7 +134,7 @@ class Folder:
         """
         if not names or self._is_held(*names[int.from_bytes(os.urandom(2), "big") % len(names)]):
             return names
-        return [one for one in names if self._is_held(*one)]  # an entry that is closed to this user does not count
+        return [name for name in names if self._is_held(*name)]  # an entry that is closed to this user does not count
 
     def read(self, entry: Entry) -> bytes:
         """Return an entry's record; raise ``OSError`` or ``ValueError`` if it is unreadable or invalid."""
@@ -516,7 +516,7 @@ def _holder_of_lock(descriptor: int, path: str, began_s: float) -> tuple[str, st
     try:
         user = user_name(os.stat(f"/proc/{pid}").st_uid)
         holder = f"{printable(read_kernel_file(f'/proc/{pid}/comm').strip())} of {user} (pid {pid})"
-        is_certain = any(file in read_kernel_file(one.path) for one in os.scandir(f"/proc/{pid}/fdinfo"))
+        is_certain = any(file in read_kernel_file(entry.path) for entry in os.scandir(f"/proc/{pid}/fdinfo"))
     except PermissionError:  # of another user
         return f"probably {holder} or one of its children", f"Ask {user} or an administrator to end it"
     except OSError:  # it has just ended

@@ -240,8 +240,8 @@ class Ledger:
     def join(self, claim: GpuClaim) -> HeldClaim | None:
         """Hold an existing claim in this process, too; return ``None`` if it already does."""
         own = process_id(os.getpid())
-        mine = ((one, process) for one, process in self._claim_records if one.owner_id == os.geteuid())
-        if any(process == own and one.job == claim.job for one, process in mine):
+        mine = ((claim, process) for claim, process in self._claim_records if claim.owner_id == os.geteuid())
+        if any(process == own and own_claim.job == claim.job for own_claim, process in mine):
             return None
         return self.take(claim.uuids, claim.kind, claim.memory_bytes, group=claim.group, job=claim.job)
 
@@ -330,14 +330,14 @@ _warned_of: dict[tuple[str, str], list[int | None]] = {}  # by folder and messag
 def _warn_of_files(path: str, files: Sequence[Unreadable], message: str) -> None:
     """Warn about the first file of each user and the number of further files, once in this process, of three users."""
     named = _warned_of.setdefault((path, message), [])
-    for owner_id in dict.fromkeys(one.owner_id for one in files):
+    for owner_id in dict.fromkeys(file.owner_id for file in files):
         if owner_id in named or len(named) > MAX_USERS:
             continue
         named.append(owner_id)
         if len(named) > MAX_USERS:
             warn(f"More users have such files in {printable_path(path)}. They are not named.")
             return
-        first, *others = dict.fromkeys(one for one in files if one.owner_id == owner_id)  # some occur several times
+        first, *others = dict.fromkeys(file for file in files if file.owner_id == owner_id)  # some occur several times
         file = printable_path(os.path.join(path, first.file))
         owner = "an unknown user" if owner_id is None else user_name(owner_id)
         more = f" (and {len(others):,} more of {owner})" if others else ""

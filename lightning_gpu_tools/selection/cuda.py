@@ -88,7 +88,7 @@ def installed_torch(gpus: Iterable[GpuReading]) -> TorchBuild | None:
         facts = dict(_VERSION.findall(read_kernel_file(os.path.join(folder, "version.py"))))
         version = printable(facts.get("__version__", ""))
         capabilities = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
-        is_known = _WHEEL.fullmatch(version) and all(_OLDEST <= one <= _NEWEST for one in capabilities)
+        is_known = _WHEEL.fullmatch(version) and all(_OLDEST <= capability <= _NEWEST for capability in capabilities)
         if "cuda" not in facts or is_known:  # without CUDA: a build for the CPU or for AMD
             return None
         if codes := _codes_in(os.path.join(folder, _TORCH_LIBRARY)):

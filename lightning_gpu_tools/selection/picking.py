@@ -248,7 +248,9 @@ class Attempt:
     def live_claims(self) -> tuple[GpuClaim, ...]:
         """The live claims, oldest first."""
         gpus = whole_or_instances(self.gpus)
-        return self.ledger.claims({one.pid for gpu in gpus for one in gpu.processes or () if not one.is_foreign})
+        return self.ledger.claims(
+            {process.pid for gpu in gpus for process in gpu.processes or () if not process.is_foreign}
+        )
 
     def rank(self, request: Request, ahead: Sequence[GpuWaiter] = ()) -> Ranking:
         """Rank the GPUs that may be picked, for this or another request."""
@@ -273,14 +275,14 @@ class Attempt:
         if not are_named and (warning := mixed_models(chosen)):
             claims.warn_once(warning)
         if self.among is not None:  # child processes number GPUs in this order once CUDA has started in the parent
-            chosen = tuple(sorted(chosen, key=lambda one: visible.index(one.gpu)))
+            chosen = tuple(sorted(chosen, key=lambda candidate: visible.index(candidate.gpu)))
         held = None
         if self.ledger.takes_claims and (self.request.claim or self.group is not None):
             try:
-                held = self.take([str(one.gpu.uuid) for one in chosen])
+                held = self.take([str(candidate.gpu.uuid) for candidate in chosen])
             except ClaimsError as error:
                 self._continue_without_claims(error)
-        return GpuSelection(tuple(one.gpu for one in chosen), why_picked(chosen, visible), held)
+        return GpuSelection(tuple(candidate.gpu for candidate in chosen), why_picked(chosen, visible), held)
 
     def is_choice_of_job(self, claim: GpuClaim) -> bool:
         """Return whether another process of this job made this choice. Picking again could give a different result."""
@@ -438,7 +440,7 @@ def _best_set(candidates: Sequence[Candidate], request: Request) -> tuple[Candid
         return tuple(candidates[: request.count])
     from lightning_gpu_tools.gpus import nvml
 
-    uuids = [str(one.gpu.uuid) for one in candidates]
+    uuids = [str(candidate.gpu.uuid) for candidate in candidates]
     return best_set(
         candidates,
         request.count,

@@ -209,8 +209,8 @@ def rank_gpus(
         candidate = Candidate(gpu, effective_free_bytes(gpu, here), sum(claim.kind != "memory" for claim in here))
         others = None
         if gpu.processes is not None:  # processes that only draw, like a desktop, do not count
-            own = [one for one in gpu.processes if one.pid in own_process_ids and not one.is_foreign]
-            others = [one for one in gpu.processes if one not in own and not one.graphics_only]
+            own = [process for process in gpu.processes if process.pid in own_process_ids and not process.is_foreign]
+            others = [process for process in gpu.processes if process not in own and not process.graphics_only]
         outdated = torch and torch.why_not(gpu)
         reasons = "; ".join([outdated] if outdated else _objections(candidate, others, here, request))
         if reasons:
@@ -246,7 +246,9 @@ def effective_free_bytes(gpu: GpuReading, claims: Sequence[GpuClaim]) -> int | N
         return None
     pending = 0
     for claim in claims:
-        used = sum(one.memory_used_bytes or 0 for one in gpu.processes or () if one.pid in claim.process_ids)
+        used = sum(
+            process.memory_used_bytes or 0 for process in gpu.processes or () if process.pid in claim.process_ids
+        )
         pending += max(0, (claim.memory_bytes or 0) - used)
     return max(0, gpu.memory_free_bytes - pending)
 
@@ -382,8 +384,8 @@ def best_set(
     ``nvlinks`` are pairs of UUIDs in alphabetical order; ``memory_matters`` means that candidates may have too little.
     """
     last_tier = candidates[count - 1].tier
-    certain = tuple(rank for rank, one in enumerate(candidates) if one.tier < last_tier)
-    equals = [rank for rank, one in enumerate(candidates) if one.tier == last_tier]
+    certain = tuple(rank for rank, candidate in enumerate(candidates) if candidate.tier < last_tier)
+    equals = [rank for rank, candidate in enumerate(candidates) if candidate.tier == last_tier]
     missing = count - len(certain)
     names = {candidates[rank].gpu.name for rank in certain}
     models: dict[str | None, list[int]] = {}
@@ -395,7 +397,7 @@ def best_set(
         free_bytes = [candidate.effective_free_bytes or 0 for candidate in candidates]
         min_bytes = _MEMORY_KEPT * max(free_bytes[ranks[missing - 1]] for ranks in groups)
         groups = [[rank for rank in ranks if free_bytes[rank] >= min_bytes] for ranks in groups]
-    uuids = [str(one.gpu.uuid) for one in candidates]
+    uuids = [str(candidate.gpu.uuid) for candidate in candidates]
 
     def quality(chosen: Iterable[int]) -> tuple[int, int, list[int]]:
         pairs = itertools.combinations(sorted(uuids[rank] for rank in chosen), 2)

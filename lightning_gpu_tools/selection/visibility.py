@@ -110,7 +110,9 @@ def whole_or_instances(gpus: Iterable[GpuReading]) -> tuple[GpuReading, ...]:
 
 
 def _beginning_with(start: str, gpus: Iterable[GpuReading]) -> list[GpuReading]:
-    return [one for gpu in gpus for one in (gpu, *gpu.mig_instances) if one.uuid and one.uuid.startswith(start)]
+    return [
+        device for gpu in gpus for device in (gpu, *gpu.mig_instances) if device.uuid and device.uuid.startswith(start)
+    ]
 
 
 def _distinct_until_none(items: Iterable[_T | None]) -> tuple[_T, ...]:

@@ -88,9 +88,9 @@ def find_model(name: str) -> str:
         ValueError: It is part of no name or of several.
     """
     asked = _letters(name)
-    names = {one: (_letters(one), _letters(model.name)) for one, model in MODELS.items()}
-    found = [one for one in MODELS if asked in names[one]] or [
-        one for one in MODELS if asked and any(asked in full for full in names[one])
+    names = {candidate: (_letters(candidate), _letters(model.name)) for candidate, model in MODELS.items()}
+    found = [candidate for candidate in MODELS if asked in names[candidate]] or [
+        candidate for candidate in MODELS if asked and any(asked in full for full in names[candidate])
     ]
     if len(found) != 1:
         problem = f"There is no GPU {name!r}." if not found else f"{name!r} is a part of {len(found)} names."

@@ -84,8 +84,10 @@ def process_utilization(handle: Any, last_us: int) -> tuple[dict[int, float], in
     except pynvml.NVMLError_NotFound:  # nobody used it
         return {}, last_us
     # One sample per process, with the same invalid values.
-    percents = {one.pid: float(one.smUtil) for one in samples if one.timeStamp > last_us and one.smUtil <= 100}
-    return percents, max((one.timeStamp for one in samples), default=last_us)
+    percents = {
+        sample.pid: float(sample.smUtil) for sample in samples if sample.timeStamp > last_us and sample.smUtil <= 100
+    }
+    return percents, max((sample.timeStamp for sample in samples), default=last_us)
 
 
 _WHY_UNREADABLE = {
@@ -190,7 +192,7 @@ def read_gpus(*, with_loads: bool = False, limit_s: float = limits.OPENING_LIMIT
     in_pci_order = iter(sorted((gpu for gpu in found if gpu.pci_bus_id), key=lambda gpu: str(gpu.pci_bus_id)))
     ordered = [next(in_pci_order) if gpu.pci_bus_id else gpu for gpu in found]
     return tuple(
-        gpu._replace(index=index, mig_instances=tuple(one._replace(index=index) for one in gpu.mig_instances))
+        gpu._replace(index=index, mig_instances=tuple(instance._replace(index=index) for instance in gpu.mig_instances))
         for index, gpu in enumerate(ordered)
     )
 
@@ -217,7 +219,9 @@ def _read_gpu(nvml_index: int, facts: dict[str, Any], with_loads: bool) -> GpuRe
     reading = GpuReading(**facts)
     loads = call_or_none(process_utilization, handle, 0) if with_loads and reading.processes else None
     if loads is not None:
-        processes = (one._replace(utilization_percent=loads[0].get(one.pid, 0.0)) for one in reading.processes or ())
+        processes = (
+            process._replace(utilization_percent=loads[0].get(process.pid, 0.0)) for process in reading.processes or ()
+        )
         reading = reading._replace(processes=tuple(processes))
     if reading.mig_mode is not False:  # a container may see the instances, but not the mode
         instances = _read_mig_instances(handle, reading)
@@ -291,9 +295,9 @@ def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
 def identified(processes: Sequence[GpuProcess]) -> tuple[GpuProcess, ...]:
     """Add the users and names of processes that are visible from here, or that they are of another container."""
     # Kernel threads use no GPU. If the list has the PID of one, its PIDs are not those of this container.
-    stats = (process_stat(one.pid) for one in processes)
+    stats = (process_stat(process.pid) for process in processes)
     if not pids_are_ours() or any(stat is not None and stat.is_kernel_thread for stat in stats):
-        return tuple(one._replace(is_foreign=True) for one in processes)
+        return tuple(process._replace(is_foreign=True) for process in processes)
     return tuple(map(_with_name, processes))
 
 

@@ -289,7 +289,7 @@ class GpuProbe:
         # A process without a sample did not use the GPU.
         unused = None if answer is None else 0.0
         found = (
-            GpuProcess(one.pid, one.usedGpuMemory, utilization_percent=percents.get(one.pid, unused))
-            for one in listed or ()
+            GpuProcess(process.pid, process.usedGpuMemory, utilization_percent=percents.get(process.pid, unused))
+            for process in listed or ()
         )
         return None if listed is None else tuple(found)

@@ -20,12 +20,12 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     orphans = left_over(oom) if others_are_the_cause(oom) else []
     if not orphans:
         return
-    pids = " ".join(str(one.pid) for one in orphans)
+    pids = " ".join(str(process.pid) for process in orphans)
     yield new_finding(
         "leftover_process",
         f"On this GPU, {named(orphans)}: left over by a program that has ended.",
         [f"If it is not needed, end it: kill {pids}."],
-        {"pids": pids, "leftover_bytes": sum(one.memory_used_bytes or 0 for one in orphans)},
+        {"pids": pids, "leftover_bytes": sum(process.memory_used_bytes or 0 for process in orphans)},
     )
 
 

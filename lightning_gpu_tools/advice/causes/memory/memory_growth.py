@@ -82,8 +82,8 @@ def find_early(run: RunMeasurements) -> Iterator[Finding]:
     """Yield a finding on each memory that grows, before it is full."""
     # Lines whose blocks on the GPU were still in use some steps later.
     kept_lines = () if run.memory is None else run.memory.kept_lines
-    for one in run.growth:
-        yield _growing(one, kept_lines, run.stage)
+    for growth in run.growth:
+        yield _growing(growth, kept_lines, run.stage)
 
 
 def _on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Finding]:

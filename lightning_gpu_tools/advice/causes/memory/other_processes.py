@@ -44,7 +44,7 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
         "other_processes",
         f"Other processes hold {format_bytes(others_bytes(oom))} of this GPU: {', '.join(who)}.",
         [f"This job needs {needed(oom)}.", another_gpu(oom) or wait, f"{pick}(min_free='{needed(oom)}') claims it."],
-        {"pids": " ".join(str(one.pid) for one in oom.others) or None, "unlisted_bytes": unlisted or None},
+        {"pids": " ".join(str(process.pid) for process in oom.others) or None, "unlisted_bytes": unlisted or None},
     )
 
 
@@ -67,8 +67,8 @@ def others_are_the_cause(oom: OutOfMemory) -> bool:
 
 def left_over(oom: OutOfMemory) -> list[GpuProcess]:
     """Return processes left over by ended programs; none if they hold too little of the others' memory."""
-    orphans = [one for one in oom.others if one.pid in oom.orphans]
-    size = sum(one.memory_used_bytes or 0 for one in orphans)
+    orphans = [process for process in oom.others if process.pid in oom.orphans]
+    size = sum(process.memory_used_bytes or 0 for process in orphans)
     return orphans if size >= _LEFT_OVER_SHARE * others_bytes(oom) else []
 
 

@@ -23,11 +23,11 @@ _MAX_RESERVED = 32 * 2**20
 
 def strays(contexts: Sequence[HeldContext]) -> list[list[HeldContext]]:
     """Return the contexts on GPUs that are not their rank's, by GPU: those with most memory first."""
-    trained_on = {one.uuid for one in contexts if one.is_own}
+    trained_on = {context.uuid for context in contexts if context.is_own}
     of_gpus: defaultdict[str, list[HeldContext]] = defaultdict(list)
-    for one in contexts:
-        if not one.is_own and (one.uuid in trained_on or one.reserved_bytes <= _MAX_RESERVED):
-            of_gpus[one.uuid].append(one)
+    for context in contexts:
+        if not context.is_own and (context.uuid in trained_on or context.reserved_bytes <= _MAX_RESERVED):
+            of_gpus[context.uuid].append(context)
     return sorted(of_gpus.values(), key=lambda those: (-_size(those), those[0].node, those[0].gpu))
 
 
@@ -40,7 +40,10 @@ def stray_contexts(contexts: Sequence[HeldContext]) -> Iterator[Finding]:
     """Yield the finding for an out-of-memory error."""
     found = strays(contexts)
     if found:
-        is_alone, own = len({one.rank for one in contexts}) == 1, [str(one.gpu) for one in contexts if one.is_own]
+        is_alone, own = (
+            len({context.rank for context in contexts}) == 1,
+            [str(context.gpu) for context in contexts if context.is_own],
+        )
         why = _description(found[0], "This process" if is_alone else "")
         advice = _advice(found[0], own[0] if is_alone and own else "local_rank")
         yield new_finding("stray_contexts", why, [why, advice], _evidence(found[0]))
@@ -48,14 +51,17 @@ def stray_contexts(contexts: Sequence[HeldContext]) -> Iterator[Finding]:
 
 def find(facts: MemoryFacts) -> Iterator[Finding]:
     run, oom = facts
-    here = [one for those in strays(run.contexts) for one in those if one.uuid == oom.uuid]
+    here = [context for those in strays(run.contexts) for context in those if context.uuid == oom.uuid]
     if not here or oom.total_bytes is None or oom.allowed_bytes is not None:
         return
     # If a size was known, PIDs are the driver's, which may have a newer size, read after the error.
-    listed = {one.pid: one.memory_used_bytes for one in oom.others}
-    here = [replace(one, held_bytes=one.held_bytes and listed.get(one.pid, one.held_bytes)) for one in here]
+    listed = {process.pid: process.memory_used_bytes for process in oom.others}
+    here = [
+        replace(context, held_bytes=context.held_bytes and listed.get(context.pid, context.held_bytes))
+        for context in here
+    ]
     size, free = _size(here), oom.free_bytes or 0
-    needed = needed_bytes(oom) - _size(one for one in here if one.pid not in listed)
+    needed = needed_bytes(oom) - _size(context for context in here if context.pid not in listed)
     if size and oom.requested_bytes <= free + size and needed <= oom.total_bytes:
         without = "them" if len(here) > 1 else "it"
         why = f"{_description(here)} Without {without}, {format_bytes(free + size)} would be free."
@@ -63,14 +69,14 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
 
 
 def _size(those: Iterable[HeldContext]) -> int:
-    return sum(one.held_bytes or 0 for one in those)
+    return sum(context.held_bytes or 0 for context in those)
 
 
 def _evidence(those: Sequence[HeldContext]) -> dict[str, float | str | None]:
     return {
         "gpu": those[0].gpu,
         "node": those[0].node,
-        "ranks": number_ranges(one.rank for one in those),
+        "ranks": number_ranges(context.rank for context in those),
         "held_bytes": _size(those) or None,
     }
 
@@ -78,7 +84,7 @@ def _evidence(those: Sequence[HeldContext]) -> dict[str, float | str | None]:
 def _description(those: Sequence[HeldContext], who: str = "") -> str:
     """Return a sentence with the rank, the size, and the GPU."""
     many, size = len(those) > 1, _size(those)
-    who = who or f"Rank{'s' * many} {number_ranges(one.rank for one in those)}"
+    who = who or f"Rank{'s' * many} {number_ranges(context.rank for context in those)}"
     what = format_bytes(size) if size else "CUDA contexts" if many else "a CUDA context"
     own = "their" if many else "its"
     return f"{who} hold{'s' * (not many)} {what} on GPU {those[0].gpu}, which is not {own} GPU."
@@ -93,7 +99,7 @@ def _advice(those: Sequence[HeldContext], own: str) -> str:
 
 
 _OWN = [HeldContext(rank=rank, node=0, pid=40 + rank, gpu=rank, uuid=f"GPU-{rank}", is_own=True) for rank in range(4)]
-_STRAY = [replace(one, gpu=0, uuid="GPU-0", is_own=False, held_bytes=GIB // 2) for one in _OWN[1:]]
+_STRAY = [replace(context, gpu=0, uuid="GPU-0", is_own=False, held_bytes=GIB // 2) for context in _OWN[1:]]
 
 CAUSE = Cause(
     says="Rank ... holds ... on GPU ..., which is not its GPU; also reported, without a change of the "

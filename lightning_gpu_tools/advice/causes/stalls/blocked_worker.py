@@ -28,7 +28,7 @@ def find(facts: StallFacts) -> Iterator[Finding]:
                 ["Check its last output on the terminal. `dmesg` shows whether the kernel killed it."],
             )
     worker = workers[number]
-    if len(workers) > 1 and all(is_idle(one) and one.waits_for == "lock" for one in workers):
+    if len(workers) > 1 and all(is_idle(process) and process.waits_for == "lock" for process in workers):
         yield new_finding(
             "blocked_worker",
             f"All {len(workers)} workers wait for a lock{in_function(worker.stack)}. "

@@ -19,20 +19,20 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 _IN_EVERY_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
 
 
-def _advice(one: HostPhase, has_trainer: bool) -> str:
-    name, times = one.name, one.times
+def _advice(phase: HostPhase, has_trainer: bool) -> str:
+    name, times = phase.name, phase.times
     if not has_trainer:
         return f"Run {name} {times} times less often, or make it faster."
-    if one.method == "step":  # of a scheduler
+    if phase.method == "step":  # of a scheduler
         return (
             f'Step it less often ("interval": "epoch", or "frequency": {times}, in the scheduler\'s configuration), or '
             "make it faster."
         )
-    if one.method in _IN_EVERY_STEP:
+    if phase.method in _IN_EVERY_STEP:
         return f"Make {name} faster: it runs in every step."
-    if "epoch" in one.method:
+    if "epoch" in phase.method:
         return f"Make {name} faster: Lightning calls it in every epoch. Do less in it, or make epochs longer."
-    if one.method:
+    if phase.method:
         return (
             f"Make {name} faster: Lightning calls it in every step. Or return early from it, except in every "
             f"{times}th step."
@@ -41,11 +41,11 @@ def _advice(one: HostPhase, has_trainer: bool) -> str:
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
-    for one in phases_of(run, CALLBACK):
-        what = one.name if one.method else f"The callback {one.name}"
+    for phase in phases_of(run, CALLBACK):
+        what = phase.name if phase.method else f"The callback {phase.name}"
         if not run.has_trainer:
-            what = f'The phase "{one.name}"'
-        yield lost_in(run, one, begins=f"{what} takes", advice=_advice(one, run.has_trainer))
+            what = f'The phase "{phase.name}"'
+        yield lost_in(run, phase, begins=f"{what} takes", advice=_advice(phase, run.has_trainer))
 
 
 CAUSE = Cause(

@@ -22,10 +22,10 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     where = storage_sentence(storage, subject="Their folder ")
     if storage is not None and storage.is_network:
         where += " Saving to a local disk and copying them later may be faster."
-    for one in phases_of(run, CHECKPOINT):
-        rarely = f"Save {one.times} times less often{_interval(run, one.times)}"
+    for phase in phases_of(run, CHECKPOINT):
+        rarely = f"Save {phase.times} times less often{_interval(run, phase.times)}"
         advice = f"{rarely}. Or save in the background{plugin}.{where}"
-        yield lost_in(run, one, begins="Writing checkpoints takes", advice=advice, evidence=evidence_of(storage))
+        yield lost_in(run, phase, begins="Writing checkpoints takes", advice=advice, evidence=evidence_of(storage))
 
 
 def _interval(run: RunMeasurements, times: int) -> str:

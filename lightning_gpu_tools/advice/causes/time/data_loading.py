@@ -186,9 +186,9 @@ def _of_torch_loader(
     after = predict_step(loader, cost, tried, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=step_cores)
     # The saved part of the wall time. A wait that overlaps GPU work counts only if the GPU was idle.
     saved = [found.share * (step_s - one_s) / wait_s for one_s in after]
-    upper, expected, lower = (1 / (1 - one) for one in saved)
+    upper, expected, lower = (1 / (1 - share) for share in saved)
     if _has_no_free_core(seen):
-        lower, expected, upper = (min(1.0, one) for one in (lower, expected, upper))
+        lower, expected, upper = (min(1.0, share) for share in (lower, expected, upper))
     if upper >= MIN_CEILING_LOWER:
         lower, upper = lower / (1 + BETWEEN_RUNS), upper * (1 + BETWEEN_RUNS)
     speedup = (lower, expected, upper)
@@ -330,8 +330,12 @@ def _fetched_at_once(run: RunMeasurements, loader: LoaderSettings, cpu_s: float,
     if facts is None or facts.is_iterable or size < _MIN_BATCH or cpu_s > _MAX_SAMPLE_S * size:
         return None
     lines = seen_in(run.lines, IN_WORKER if loader.num_workers else DATA_LOADING)
-    own = sum(one.share for one in lines if is_of_program(one.file) and one.function != "__getitem__")
-    is_known = computes and sum(one.samples for one in lines) >= MIN_SAMPLES
+    own = sum(
+        line_share.share
+        for line_share in lines
+        if is_of_program(line_share.file) and line_share.function != "__getitem__"
+    )
+    is_known = computes and sum(line_share.samples for line_share in lines) >= MIN_SAMPLES
     if not facts.is_table and not (is_known and own <= _MAX_OWN):
         return None
     begin = f"Fetching takes {format_duration(cpu_s / size)} for each of the {size} samples of a batch"

@@ -24,8 +24,8 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if run.watched is None or idle is None or idle.syncs < MIN_SHARE:
         return
     syncs = syncs_in_step(run)
-    per_step = sum(one.samples for one in syncs) / run.watched.steps
-    lines = ", ".join(in_words(one.file, one.line, one.function) for one in syncs[:_MAX_LINES])
+    per_step = sum(sync.samples for sync in syncs) / run.watched.steps
+    lines = ", ".join(in_words(sync.file, sync.line, sync.function) for sync in syncs[:_MAX_LINES])
     evidence: Evidence = {
         "syncs_per_step": per_step,
         "source_lines": lines,

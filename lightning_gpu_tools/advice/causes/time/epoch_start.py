@@ -21,8 +21,8 @@ MIN_EPOCHS = 5  # our default, without enough steady steps: in fewer epochs, onl
 def find(run: RunMeasurements) -> Iterator[Finding]:
     ends_workers = run.loader is not None and run.loader.num_workers > 0 and not run.loader.persistent_workers
     keep = ", or keep the loader's workers between epochs (persistent_workers=True)" if ends_workers else ""
-    for one in phases_of(run, EPOCH_START):
-        yield lost_in(run, one, begins="Starting epochs takes", advice=f"Make epochs longer{keep}.")
+    for phase in phases_of(run, EPOCH_START):
+        yield lost_in(run, phase, begins="Starting epochs takes", advice=f"Make epochs longer{keep}.")
 
 
 CAUSE = Cause(

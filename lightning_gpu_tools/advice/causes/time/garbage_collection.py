@@ -16,13 +16,13 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
-    for one in phases_of(run, GARBAGE_COLLECTION):
+    for phase in phases_of(run, GARBAGE_COLLECTION):
         advice = (
             f"Call gc.collect() and gc.freeze() once before {run.activity}, so that later collections skip existing "
             "objects. "
-            f"If the program calls gc.collect() itself, call it {one.times} times less often."
+            f"If the program calls gc.collect() itself, call it {phase.times} times less often."
         )
-        yield lost_in(run, one, begins="Garbage collection takes", advice=advice)
+        yield lost_in(run, phase, begins="Garbage collection takes", advice=advice)
 
 
 CAUSE = Cause(

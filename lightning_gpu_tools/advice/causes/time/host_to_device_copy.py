@@ -26,8 +26,8 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 def _on_cpu(run: RunMeasurements) -> Iterator[Finding]:
     hooks = "the transfer hooks faster (transfer_batch_to_device, on_after_batch_transfer), or do their"
     advice = f"Make {hooks if run.has_trainer else 'moving the batch faster, or do that'} work in the dataset, where "
-    for one in phases_of(run, COPY):
-        yield lost_in(run, one, begins=_BEGINS, advice=f"{advice}workers run it in parallel.")
+    for phase in phases_of(run, COPY):
+        yield lost_in(run, phase, begins=_BEGINS, advice=f"{advice}workers run it in parallel.")
 
 
 def _to_gpu(run: RunMeasurements) -> Iterator[Finding]:

@@ -20,24 +20,24 @@ _USUAL_STEPS = 50  # Lightning's default of log_every_n_steps; that in the advic
 _MAX_STEPS = 1000  # our default, the most in the advice: less frequent metrics show too little
 
 
-def _advice(one: HostPhase, run: RunMeasurements) -> str:
+def _advice(phase: HostPhase, run: RunMeasurements) -> str:
     if not run.has_trainer:
-        return f"Log {one.times} times less often. Training waits while it logs."
-    if one.method == "log":
+        return f"Log {phase.times} times less often. Training waits while it logs."
+    if phase.method == "log":
         return "Pass fewer metrics to self.log, without prog_bar=True, which syncs in every step."
     if run.stage != "fit":  # where Lightning logs metrics of steps in each of them
-        return f"Pass on_step=False to self.log: {one.name} then writes once, at the end."
+        return f"Pass on_step=False to self.log: {phase.name} then writes once, at the end."
     now = max(1, run.log_every_n_steps)
-    steps = min(_USUAL_STEPS * math.ceil(one.times * now / _USUAL_STEPS), max(_MAX_STEPS, 2 * now))
-    return f"Log less often: Trainer(log_every_n_steps={steps}). Training waits while {one.name} writes."
+    steps = min(_USUAL_STEPS * math.ceil(phase.times * now / _USUAL_STEPS), max(_MAX_STEPS, 2 * now))
+    return f"Log less often: Trainer(log_every_n_steps={steps}). Training waits while {phase.name} writes."
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
-    for one in phases_of(run, LOGGING):
-        what = one.name if one.method else f"The logger {one.name}"
-        if one.phase == LOGGING:
+    for phase in phases_of(run, LOGGING):
+        what = phase.name if phase.method else f"The logger {phase.name}"
+        if phase.phase == LOGGING:
             what = "Logging"
-        yield lost_in(run, one, begins=f"{what} takes", advice=_advice(one, run))
+        yield lost_in(run, phase, begins=f"{what} takes", advice=_advice(phase, run))
 
 
 CAUSE = Cause(

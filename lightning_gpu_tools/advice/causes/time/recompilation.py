@@ -26,15 +26,16 @@ _SIZE = re.compile(r"tensor '(?P<tensor>.+?)' (?:size|stride) mismatch at index 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
     again = run.recompiled or ()
-    count, seconds = sum(one.count for one in again), sum(one.seconds for one in again)
+    count, seconds = sum(function.count for function in again), sum(function.seconds for function in again)
     if count < _MIN_COUNT:
         return
     share = min(idle_share(run), seconds / run.wall_s)
     reason = printable(again[0].reason.partition("\n")[0].partition("  #")[0].strip(), _MAX_REASON)
     lines = [
-        f"{in_words(one.file, one.line, one.function)} ({100 * one.seconds / max(seconds, 1e-9):.0f}%)"
-        for one in again[:_MAX_LINES]
-        if is_of_program(one.file)
+        f"{in_words(function.file, function.line, function.function)} "
+        f"({100 * function.seconds / max(seconds, 1e-9):.0f}%)"
+        for function in again[:_MAX_LINES]
+        if is_of_program(function.file)
     ]
     evidence = {
         "recompilations": count,

@@ -37,15 +37,15 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         return
     # A step that was slow by the median at that time may not be slow by the median of the run.
     found = [
-        one
-        for one in times.slow
-        if base_phase(one.phase) in _PHASES
-        and one.count >= _MIN_SLOW_STEPS
-        and one.seconds >= _TIMES * one.count * times.p50_s
+        group
+        for group in times.slow
+        if base_phase(group.phase) in _PHASES
+        and group.count >= _MIN_SLOW_STEPS
+        and group.seconds >= _TIMES * group.count * times.p50_s
     ]
     if not found:
         return
-    slow = max(found, key=lambda one: one.excess_s)
+    slow = max(found, key=lambda group: group.excess_s)
     label, every = label_of(slow.phase, run.activity), _period(slow.steps)
     share = _lost(run, slow)
     if share < _MIN_SHARE or every == run.accumulate_grad_batches:  # the optimizer's step is due then
@@ -90,7 +90,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 def _is_explained(finding: Finding, others: Sequence[Finding]) -> bool:
-    causes, group = {one.cause for one in others}, base_phase(str(finding.evidence["phase"]))
+    causes, group = {other.cause for other in others}, base_phase(str(finding.evidence["phase"]))
     return group in causes or (group == TRAINING_STEP and not causes.isdisjoint(("recompilation", "straggler")))
 
 

@@ -122,7 +122,7 @@ def _late_share(ranks: Sequence[RankStep], slow: RankStep, excess_s: float) -> f
     steps = max(rank.steps_over_time for rank in ranks)
     parts = [_in_parts_of(steps, rank) for rank in ranks]
     count = min(map(len, parts))
-    others = [one[:count] for one, rank in zip(parts, ranks, strict=True) if rank is not slow]
+    others = [part[:count] for part, rank in zip(parts, ranks, strict=True) if rank is not slow]
     typical_s = map(median_low, zip(*others, strict=True))  # of the others, so that it can be above
     seen_s = [own_s - median_s for own_s, median_s in zip(_in_parts_of(steps, slow), typical_s, strict=False)]
     if count < 2 or unknown_parts(ranks) or fmean(seen_s) < excess_s / 2:  # it is late outside steady steps
@@ -146,7 +146,7 @@ def _line_behind(slow: RankStep, phase: str | None, evidence: Evidence) -> str:
     if phase is None:
         return ""
     phases = [f"{TRAINING_STEP}/{phase}"] if phase in PARTS_OF_STEP else [phase]
-    if phase == DATA_LOADING and any(one.phase == IN_WORKER for one in slow.lines):
+    if phase == DATA_LOADING and any(sampled.phase == IN_WORKER for sampled in slow.lines):
         phases = [IN_WORKER]
     evidence["source_lines"] = top_source_lines(slow.lines, *phases)
     return top_line_sentence(slow.lines, *phases)

@@ -93,7 +93,7 @@ def explain_rest(run: RunMeasurements, idle: float) -> Finding:
 
 def _is_named(finding: Finding, others: Sequence[Finding]) -> bool:
     """Return whether a finding of slow steps already explains the time of this line."""
-    return any(one.cause == "slow_steps" and one.evidence["phase"] == finding.evidence["phase"] for one in others)
+    return any(other.cause == "slow_steps" and other.evidence["phase"] == finding.evidence["phase"] for other in others)
 
 
 CAUSE = Cause(

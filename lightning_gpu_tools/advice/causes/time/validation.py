@@ -40,11 +40,13 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "waiting_percent": 100 * waited,
     }
     loaders = run.validation_loaders
-    restarted = [one.num_workers for one in loaders if one.num_workers and not one.persistent_workers]
+    restarted = [
+        settings.num_workers for settings in loaders if settings.num_workers and not settings.persistent_workers
+    ]
     if restarted and started >= _MIN_LOADER_SHARE:
         rest = taken * (1 - started) / (1 - taken * started)  # of the wall time, once workers are kept
         changes = [_kept_workers(restarted, started), _less(run, rest) if rest >= MAX_USUAL else ""]
-    elif loaders and not any(one.num_workers for one in loaders) and waited >= _MIN_LOADER_SHARE:
+    elif loaders and not any(settings.num_workers for settings in loaders) and waited >= _MIN_LOADER_SHARE:
         changes = [_workers(run, waited), _less(run, taken)]
     else:
         changes = [_less(run, taken)]
@@ -86,9 +88,9 @@ def _workers(run: RunMeasurements, waited: float) -> str:
     """Return how many workers would load the batches of validation while it computes, and what to change first."""
     cores = max(1, math.floor(run.host.cores / run.host.local_ranks))
     allowed = [workers_allowed(facts) for facts in run.validation_facts]
-    most = [cores, *(one.most for one in allowed if one.most is not None)]
+    most = [cores, *(answer.most for answer in allowed if answer.most is not None)]
     workers = min(*most, math.ceil(waited / max(1 - waited, 1 / cores)))
-    obstacles = " ".join(dict.fromkeys(one.reasons for one in allowed if one.obstacles))
+    obstacles = " ".join(dict.fromkeys(answer.reasons for answer in allowed if answer.obstacles))
     first = f"{obstacles} Then set" if obstacles else "Set"
     return (
         f"Validation spends {100 * waited:.0f}% of its time waiting for its loader. {first} DataLoader(..., "
