@@ -191,9 +191,7 @@ def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
     """
 
     def reading(allocated: int) -> MemoryReading:
-        return MemoryReading(
-            allocated_bytes=allocated, peak_allocated_bytes=peak, reserved_bytes=peak, peak_reserved_bytes=peak
-        )
+        return MemoryReading(allocated_bytes=allocated, reserved_bytes=peak, peak_reserved_bytes=peak)
 
     shape = (batch_size, 512)
     first = StepMemory(step=1, batch_shape=shape, readings={"begin": reading(2 * GIB)})
@@ -230,15 +228,8 @@ def an_error(
     **known: Any,
 ) -> OutOfMemory:
     """Return an error of torch on a GPU of 24 GiB, where forward could not allocate ``requested`` bytes."""
-    reserved = allocated + cached
-    reading = MemoryReading(
-        allocated_bytes=allocated,
-        peak_allocated_bytes=allocated,
-        reserved_bytes=reserved,
-        peak_reserved_bytes=reserved,
-    )
     usual = {
-        "reading": reading,
+        "reading": MemoryReading(allocated_bytes=allocated, reserved_bytes=allocated + cached),
         "phase": "training_step/forward",
         "step": 12,
         "uuid": "GPU-0",

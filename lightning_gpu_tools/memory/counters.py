@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from time import perf_counter  # by name: a program's tests may replace those of `time`
 from typing import Any
 
@@ -30,13 +31,12 @@ from lightning_gpu_tools.memory.holdings import (
 )
 from lightning_gpu_tools.memory.readings import (
     Block,
-    MemoryHoldings,
-    MemoryLine,
     MemoryReading,
     RankMemory,
     Segment,
     StepMemory,
 )
+from lightning_gpu_tools.patches import after, before
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.step_clock import StepClock
 
@@ -89,60 +89,45 @@ class MemoryCounters:
         self._moments: dict[str, MemoryReading] = {}
         self._batch_step = 0  # the step whose batch has not been recorded yet
         self._batch_shape: tuple[int, ...] = ()
-        self._latest: MemoryReading | None = None
-        self._first: StepMemory | None = None
-        self._last: StepMemory | None = None
+        self._facts: RankMemory | None = None  # None if CUDA had not started: nothing trains on the GPU
+        self._total_bytes = 0
         self._segments: tuple[Segment, ...] = ()
         self._recorded: list[StepMemory] = []
         self._is_recorded = True  # all steps so far that a replay needs
-        self.room_bytes = 0  # the most that torch could use next to other processes; 0 = unknown
         self._steps_read = 0
         self._recorder = MemoryRecorder()
         self._records_step = False
         self._replays = 0  # of CUDA graphs before the step that is read
         self.usual: set[int] = set()  # addresses of recorded blocks that the optimizer's first step has left
-        self._peak_lines: tuple[MemoryLine, ...] = ()
-        self._earlier_bytes = 0
         self._earlier: set[int] = set()  # addresses of blocks from before training
         self._batch: set[int] = set()  # of blocks allocated between then and the step, until holdings are known
-        self._holdings: MemoryHoldings | None = None
         self._gradients_bytes = 0
         self._optimizer_steps = training.optimizer_steps
-        self._peak_bytes = self._total_bytes = self._kept_bytes = 0
-        self._peaks: dict[str, int] = {}
-        self._before: MemoryReading | None = None  # None if CUDA had not started: nothing trains on it
         self._do(self._begin)
 
     def _begin(self) -> None:
-        if read_memory(self._gpu) is None:
+        before = read_memory(self._gpu)
+        if before is None:
             self.next_step = math.inf
-        else:
-            before = self._before = self._read("before_training")
-            held = count_holdings(self._training)
-            self._earlier = {one.address for one in live_blocks(self._gpu)}
-            self._earlier_bytes = max(0, before.allocated_bytes - held.between_steps_bytes)
-            self._total_bytes = torch.cuda.get_device_properties(self._gpu).total_memory
+            return
+        held = count_holdings(self._training)
+        self._earlier = {one.address for one in live_blocks(self._gpu)}
+        self._total_bytes = torch.cuda.get_device_properties(self._gpu).total_memory
+        self._facts = RankMemory(
+            latest=before,
+            before_training=before,
+            earlier_bytes=max(0, before.allocated_bytes - held.between_steps_bytes),
+            peaks_bytes={"before_training": before.peak_allocated_bytes},
+        )
 
     def after_forward(self, function: _Function) -> _Function:
         """Wrap a function that runs forward to read the counters at its end."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            self.note("after_forward", "forward")
-            return result
-
-        return forward
+        return after(partial(self.note, "after_forward", "forward"), function)
 
     def around_backward(self, function: _Function) -> _Function:
         """Wrap a function that runs backward to read the counters at its start and end."""
-
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            self.note("before_backward", "forward")
-            result = function(*args, **kwargs)
-            self.note("after_backward", "backward")
-            return result
-
-        return backward
+        noted = after(partial(self.note, "after_backward", "backward"), function)
+        return before(partial(self.note, "before_backward", "forward"), noted)
 
     def begin_step(self) -> None:
         """Begin a step, and read the counters if it is the next one to read."""
@@ -159,7 +144,8 @@ class MemoryCounters:
 
     def _is_replayed(self) -> bool:
         """Return whether this step is not after the first one that begins with the optimizer's states."""
-        return self._first is None or self._last is self._first
+        facts = self._facts
+        return facts is None or facts.first_step is None or facts.last_step is facts.first_step
 
     def note(self, moment: str, phase: str) -> None:
         """Read the counters after a phase, at the step's first such moment, as in ``StepMemory.readings``."""
@@ -179,7 +165,7 @@ class MemoryCounters:
 
     def enter(self, phase: str) -> None:
         """Read the counters when validation begins or training continues."""
-        if self._before is not None:
+        if self._facts is not None:
             self._do(self._read, "training" if phase == "validation" else "validation")
 
     @property
@@ -190,20 +176,23 @@ class MemoryCounters:
     def note_batch(self, shape: tuple[int, ...] | None) -> None:
         """Record the shape of the current step's batch."""
         self._batch_step, self._batch_shape = 0, shape or ()
-        if not self.is_reading and self._last is not None:  # a Trainer passes the batch after the step has ended
-            is_first = self._last is self._first
-            self._last = dataclasses.replace(self._last, batch_shape=self._batch_shape)
-            self._first = self._last if is_first else self._first
-            if self._recorded and self._recorded[-1].step == self._last.step:
-                self._recorded[-1] = dataclasses.replace(self._recorded[-1], batch_shape=self._batch_shape)
+        facts = self._facts
+        if not self.is_reading and facts is not None and facts.last_step is not None:
+            # A Trainer passes the batch after the step has ended.
+            last = replace(facts.last_step, batch_shape=self._batch_shape)
+            first = last if facts.last_step is facts.first_step else facts.first_step
+            self._facts = replace(facts, first_step=first, last_step=last)
+            if self._recorded and self._recorded[-1].step == last.step:
+                self._recorded[-1] = replace(self._recorded[-1], batch_shape=self._batch_shape)
 
     def note_failure(self, kept_bytes: int | None, when_it_failed: MemoryReading | None) -> None:
         """Record the counters when memory ran out, and the bytes in tensors when the last step before it began."""
-        if self._before is not None:
-            self._kept_bytes = kept_bytes or 0
+        if self._facts is not None:
             self._do(self._read, "training")
+            peaks = dict(self._facts.peaks_bytes)
             if when_it_failed is not None:
-                self._peaks["training"] = max(self._peaks.get("training", 0), when_it_failed.allocated_bytes)
+                peaks["training"] = max(peaks.get("training", 0), when_it_failed.allocated_bytes)
+            self._facts = replace(self._facts, kept_bytes=kept_bytes or 0, peaks_bytes=peaks)
 
     def _do(self, action: _Function, *args: Any) -> None:
         if self.failure is None:
@@ -213,7 +202,9 @@ class MemoryCounters:
         began_s = perf_counter()
         try:
             if torch.cuda.is_current_stream_capturing():  # into a graph, which keeps what it allocates
-                self._skip_step()
+                self._is_recorded &= not self._is_replayed()
+                self.is_reading = self._records_step = False
+                self._recorder.stop()
             else:
                 action(*args)
         except Exception as error:  # noqa: BLE001 - renamed counters, an allocator without counters, an unusual tensor
@@ -222,30 +213,33 @@ class MemoryCounters:
             self._recorder.stop()
         self._spent_s += perf_counter() - began_s
 
-    def _skip_step(self) -> None:
-        self._is_recorded &= not self._is_replayed()
-        self.is_reading = self._records_step = False
-        self._recorder.stop()
-
     def _read(self, phase: str) -> MemoryReading:
-        reading = self._latest = read_memory(self._gpu)
+        reading, facts = read_memory(self._gpu), self._known
         assert reading is not None  # CUDA has started
-        if reading.peak_allocated_bytes > self._peak_bytes:
-            self._peak_bytes = self._peaks[phase] = reading.peak_allocated_bytes
+        peaks = facts.peaks_bytes
+        if reading.peak_allocated_bytes > max(peaks.values()):
+            peaks = {**peaks, phase: reading.peak_allocated_bytes}
+        self._facts = replace(facts, latest=reading, peaks_bytes=peaks)
         return reading
+
+    @property
+    def _known(self) -> RankMemory:
+        assert self._facts is not None  # CUDA has started
+        return self._facts
 
     def _note(self, moment: str, phase: str) -> None:
         self._moments.setdefault(moment, self._read(phase))
-        if moment == "begin" and self._holdings is None:
+        facts = self._known
+        if moment == "begin" and facts.holdings is None:
             self._batch = {one.address for one in live_blocks(self._gpu)} - self._earlier
         if moment == "after_backward" and not self._gradients_bytes:
             self._gradients_bytes = count_gradients(self._training)
-        elif moment == "begin" and self._holdings is not None and self._last is self._first:
-            kept_bytes = count_gradients(self._training)
-            self._holdings = dataclasses.replace(self._holdings, gradients_kept_bytes=kept_bytes)
+        elif moment == "begin" and facts.holdings is not None and facts.last_step is facts.first_step:
+            kept = replace(facts.holdings, gradients_kept_bytes=count_gradients(self._training))
+            self._facts = replace(facts, holdings=kept)
 
     def _record_step(self) -> None:
-        if self._last is None:
+        if self._known.last_step is None:
             self._segments = segments(self._gpu)
         self._recorder.start("all")
         self._records_step = self._recorder.is_recording
@@ -269,7 +263,7 @@ class MemoryCounters:
         # With manual optimization there may be several backwards, and not all work after the first is the optimizer's.
         after_backward = moments.get("after_backward", end) if "after_forward" in moments else end
         ends = after_forward - begin, after_backward - begin
-        self._peak_lines = by_line(blocks_at_peak(events, ends))
+        self._facts = replace(self._known, peak_lines=by_line(blocks_at_peak(events, ends)))
         found: tuple[Block, ...] = ()
         if is_replayed:
             is_mixed = "mixed" in (self._training.precision or "")
@@ -278,33 +272,33 @@ class MemoryCounters:
         return peak_bytes(events), found
 
     def _keep_step(self) -> None:
-        before = 0 if self._last is None else self._last.added_bytes
         added_bytes, events = self._take_record()
+        facts = self._known
+        if not added_bytes and facts.last_step is not None:
+            added_bytes = facts.last_step.added_bytes
         step = StepMemory(
             step=self._clock.steps,
             batch_shape=self._batch_shape,
             readings=self._moments,
-            added_bytes=added_bytes or before,
+            added_bytes=added_bytes,
         )
         if events:
             # Of the steps up to the optimizer's first, the first and the last.
-            place = 1 if self._first is None else len(self._recorded)
+            place = 1 if facts.first_step is None else len(self._recorded)
             segments_before = () if self._recorded else self._segments
-            self._recorded[place:] = [dataclasses.replace(step, segments=segments_before, events=events)]
-        self._last = step
+            self._recorded[place:] = [replace(step, segments=segments_before, events=events)]
         optimized = self._training.optimizer_steps - self._optimizer_steps
         has_state = any(one.state for one in self._training.optimizers)
-        if self._holdings is None and optimized >= (1 if has_state else _MAX_SKIPPED_STEPS):
-            self._first = step
+        if facts.holdings is None and optimized >= (1 if has_state else _MAX_SKIPPED_STEPS):
             held = count_holdings(self._training, self._batch)
-            gradients_bytes = max(held.gradients_bytes, self._gradients_bytes)
-            self._holdings = dataclasses.replace(held, gradients_bytes=gradients_bytes)
+            held = replace(held, gradients_bytes=max(held.gradients_bytes, self._gradients_bytes))
             self.usual = {one.address for one in live_blocks(self._gpu) if one.stack}
             free_bytes, _ = torch.cuda.mem_get_info(self._gpu)
-            held_bytes = self._moments["end"].reserved_bytes
-            self.room_bytes = int(min(held_bytes + free_bytes, compat.allowed_bytes(self._gpu)))
+            room_bytes = min(self._moments["end"].reserved_bytes + free_bytes, compat.allowed_bytes(self._gpu))
+            facts = replace(facts, first_step=step, holdings=held, room_bytes=int(room_bytes))
+        self._facts = replace(facts, last_step=step)
         interval = 1
-        has_next = self._first is not None and self._first is not step  # a step that begins with the optimizer's states
+        has_next = facts.first_step not in (None, step)  # a step that begins with the optimizer's states
         if has_next or step.step >= _MAX_EARLY_STEPS:
             interval = min(_MAX_INTERVAL, max(1, math.ceil(self._spent_s / _BUDGET_S)))
         self.next_step = step.step + self._random.randint(1, 2 * interval - 1)
@@ -313,44 +307,33 @@ class MemoryCounters:
     @property
     def kept_bytes(self) -> int | None:
         """Bytes in tensors at the start of the last step read. Safe in any thread."""
-        last = self._last
+        last = None if self._facts is None else self._facts.last_step
         return None if last is None else last.readings["begin"].allocated_bytes
 
     @property
     def left_bytes(self) -> int | None:
         """Additional bytes that would fit without other processes."""
-        return max(0, self._total_bytes - self._peak_bytes) if self._total_bytes else None
+        return None if self._facts is None else max(0, self._total_bytes - max(self._facts.peaks_bytes.values()))
+
+    @property
+    def room_bytes(self) -> int:
+        """As in ``RankMemory``. Safe in any thread."""
+        return 0 if self._facts is None else self._facts.room_bytes
 
     @property
     def recorded(self) -> tuple[StepMemory, ...]:
         """The recorded steps, once the optimizer's first is among them. Safe in any thread."""
         # After that, not every step was read, and the optimizer's first may be missing.
-        is_whole = self._is_recorded and self._first is not None and self._first.step < _MAX_EARLY_STEPS
-        if not (is_whole and self._recorded and all(one.batch_shape for one in self._recorded)):
-            return ()
-        return tuple(self._recorded)
-
-    def _left_behind(self) -> tuple[MemoryLine, ...]:
-        """Return the lines of memory that recorded steps have left, without that of the optimizer's first step."""
-        if self._holdings is None or self.is_reading:
-            return ()
-        return by_line(one for one in live_blocks(self._gpu) if one.stack and one.address not in self.usual)
+        first = None if self._facts is None else self._facts.first_step
+        is_whole = self._is_recorded and first is not None and first.step < _MAX_EARLY_STEPS
+        return tuple(self._recorded) if is_whole and all(one.batch_shape for one in self._recorded) else ()
 
     def facts(self) -> RankMemory | None:
         """Return the readings so far; ``None`` if a counter could not be read."""
-        if self._latest is None or self.failure is not None:
+        facts = self._facts
+        if facts is None or self.failure is not None:
             return None
-        return RankMemory(
-            latest=self._latest,
-            kept_bytes=self._kept_bytes,
-            before_training=self._before,
-            earlier_bytes=self._earlier_bytes,
-            holdings=self._holdings,
-            first_step=self._first,
-            last_step=self._last,
-            recorded=self.recorded,
-            room_bytes=self.room_bytes,
-            peak_lines=self._peak_lines,
-            kept_lines=self._left_behind(),
-            peaks_bytes=dict(self._peaks),
-        )
+        if facts.holdings is not None and not self.is_reading:
+            left = (one for one in live_blocks(self._gpu) if one.stack and one.address not in self.usual)
+            facts = replace(facts, kept_lines=by_line(left))
+        return replace(facts, recorded=self.recorded)

@@ -63,15 +63,12 @@ class MemoryHistory:
         seen_s = now_s - self._began_s
         if seen_s >= self._alarm_due_s:
             self._alarm_due_s = seen_s + min(seen_s, _ALARM_EVERY_S)
-            self._judge(seen_s)
+            horizon_s = _ALARM_S * min(1.0, seen_s / _ALARM_EVERY_S)
+            known = {growth.whose for growth in self.alarms}
+            for growth in self.growth():
+                if growth.whose not in known and growth.left_s is not None and growth.left_s < horizon_s:
+                    self.alarms.append(growth)
         return _EARLY_INTERVAL_S if seen_s < _EARLY_S else _INTERVAL_S
-
-    def _judge(self, seen_s: float) -> None:
-        horizon_s = _ALARM_S * min(1.0, seen_s / _ALARM_EVERY_S)
-        known = {growth.whose for growth in self.alarms}
-        for growth in self.growth():
-            if growth.whose not in known and growth.left_s is not None and growth.left_s < horizon_s:
-                self.alarms.append(growth)
 
     def growth(self) -> tuple[MemoryGrowth, ...]:
         """Return the memory that has grown steadily up to now."""

@@ -151,12 +151,7 @@ def parse(text: str) -> OutOfMemory | None:
     own_bytes, allocated, reading = sizes["own_bytes"], sizes["allocated_bytes"], None
     if allocated is not None:
         reserved = allocated + (sizes["cached_bytes"] or 0)
-        reading = MemoryReading(
-            allocated_bytes=allocated,
-            peak_allocated_bytes=allocated,
-            reserved_bytes=reserved,
-            peak_reserved_bytes=reserved,
-        )
+        reading = MemoryReading(allocated_bytes=allocated, reserved_bytes=reserved)
         # In a container, torch does not know its own PID.
         large = [(size, pid) for pid, size in others.items() if size >= reserved * (1 - _ROUNDING)]
         if own_bytes is None and large:

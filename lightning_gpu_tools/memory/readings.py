@@ -11,15 +11,15 @@ from lightning_gpu_tools.gpus.metrics import GpuSample
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReading:
-    """The counters of torch's allocator for one GPU at one moment. Peaks last until they are reset."""
+    """The counters of torch's allocator for one GPU at one moment, or those in an error. 0 = unknown."""
 
     allocated_bytes: int  # in tensors
-    peak_allocated_bytes: int
     reserved_bytes: int  # held by the allocator: tensors and its cache
-    peak_reserved_bytes: int
+    peak_allocated_bytes: int = 0  # until it is reset
+    peak_reserved_bytes: int = 0  # until it is reset
     # Free parts of blocks, which cannot be returned to the driver; 0 with expandable segments and cudaMallocAsync.
     inactive_split_bytes: int = 0
-    inactive_splits: int = 0  # number of these parts; 0 = unknown
+    inactive_splits: int = 0  # number of these parts
     retries: int = 0  # allocations retried after the allocator emptied its cache
     allocations: int = 0  # number of tensors allocated so far
 

@@ -15,11 +15,10 @@ from lightning_gpu_tools.memory.readings import MemoryHoldings, MemoryReading, R
 GIB = 2**30
 
 
-def reading(allocated: float, *, peak: float = 0.0, reserved: float = 24.0, in_pieces: float = 0.0) -> MemoryReading:
+def reading(allocated: float, *, reserved: float = 24.0, in_pieces: float = 0.0) -> MemoryReading:
     """Return what torch counts, in GiB."""
     return MemoryReading(
         allocated_bytes=int(allocated * GIB),
-        peak_allocated_bytes=int(max(allocated, peak) * GIB),
         reserved_bytes=int(reserved * GIB),
         peak_reserved_bytes=int(reserved * GIB),
         inactive_split_bytes=int(in_pieces * GIB),
@@ -28,7 +27,7 @@ def reading(allocated: float, *, peak: float = 0.0, reserved: float = 24.0, in_p
 
 # 3 GiB of parameters and as much of gradients, 6 of Adam's states, 1 of a metric, and a peak of 20 in backward.
 RANK = RankMemory(
-    latest=reading(13, peak=20),
+    latest=reading(13),
     gpu=(0, 0, "GPU-0"),
     before_training=reading(3),
     holdings=MemoryHoldings(
@@ -37,11 +36,11 @@ RANK = RankMemory(
     last_step=StepMemory(
         step=9,
         readings={
-            "begin": reading(13, peak=20),
-            "after_forward": reading(18, peak=20),
-            "before_backward": reading(15, peak=20, in_pieces=1.5),
-            "after_backward": reading(13, peak=20),
-            "end": reading(13, peak=20),
+            "begin": reading(13),
+            "after_forward": reading(18),
+            "before_backward": reading(15, in_pieces=1.5),
+            "after_backward": reading(13),
+            "end": reading(13),
         },
     ),
     peaks_bytes={"before_training": 3 * GIB, "forward": 18 * GIB, "backward": 20 * GIB},

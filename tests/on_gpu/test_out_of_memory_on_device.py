@@ -100,7 +100,6 @@ def changed(words: str, **changes: Any) -> Callable[[Case, str], dict[str, Any]]
 
 FOLLOWED: list[tuple[Case, Callable[[Case, str], dict[str, Any]]]] = [
     (CASES["a batch that fits in forward alone"], smaller_batches),
-    (CASES["a batch too large"], smaller_batches),
     (CASES["a batch too large, accumulated"], smaller_batches),
     (CASES["a second step that does not fit"], smaller_batches),
     (CASES["a validation batch too large"], smaller_validation_batches),
