@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
@@ -49,8 +49,9 @@ class Cause(Generic[Facts]):
     # Returns why a finding needs no change, to follow "... takes 38% of the wall time, but"; empty if it does.
     why_not: Callable[[Facts, Finding], str] = lambda facts, finding: ""
     silenced_by: Sequence[str] = ()  # causes: if one of them finds anything, however little, this one is not judged
-    # Returns whether a finding is explained by those of other causes before it.
-    is_explained_by: Callable[[Finding, Sequence[Finding]], bool] = lambda finding, others: False
+    explains: Sequence[str] = ()  # groups of phases whose slow steps its findings explain
+    # Returns whether a finding is explained by those before it, each with its cause.
+    is_explained_by: Callable[[Finding, Sequence[tuple[Cause[Any], Finding]]], bool] = lambda finding, others: False
     takes_over: bool = False  # its time is taken out of later findings on the same phase
     is_in_step: bool = False  # its time in the training step is not unexplained idle time there
     ignores_min_cost: bool = False  # it is reported however little time it takes per step

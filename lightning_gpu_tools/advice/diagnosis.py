@@ -110,6 +110,6 @@ def _find(
             reason = why_not(run, cause, finding)
             if reason:
                 left_out.append(LeftOut(finding, reason))
-            elif not cause.is_explained_by(finding, reported):
+            elif not cause.is_explained_by(finding, [(causes[earlier.cause], earlier) for earlier in reported]):
                 reported.append(finding)
     return reported, left_out

@@ -13,7 +13,8 @@ from lightning_gpu_tools.checkpoints.faults import damaged, faults_of
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.units import printable
 
-SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")  # usual ends of the names of checkpoint files
+# Usual ends of the names of checkpoint files: of those found in a folder, and of the targets of `convert`.
+SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 BYTES_OF_DTYPE = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32", "qint32", "complex32", "bcomplex32"), 4),
@@ -172,10 +173,11 @@ class Structure:
     content: Any  # as returned by torch.load, but with descriptions instead of tensors and other objects
     globals: set[str]  # as in InertUnpickler
     devices: set[str]  # that it was saved from
-    records: Mapping[str, Record] = field(default_factory=dict)  # of a zip file
+    records: Mapping[str, Record] = field(default_factory=dict)  # of a zip file that torch can map
     places: Mapping[str, int] = field(default_factory=dict)  # offsets of storages
     filled: set[str] = field(default_factory=set)  # as in InertUnpickler
     assembly: Assembly | None = None  # of a folder
+    is_of_torch: bool = True  # whether torch.load reads it; otherwise its content is a dict of tensors
 
     @property
     def name(self) -> str:

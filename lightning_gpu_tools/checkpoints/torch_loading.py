@@ -1,4 +1,4 @@
-"""Loading of torch's formats: plain content is built from its description, and torch loads the rest."""
+"""Loading of files: plain content is built from its description, and torch loads the rest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch
 from lightning_gpu_tools.checkpoints.content import Entries, put_weights
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, moved, path_of
-from lightning_gpu_tools.checkpoints.formats import safetensors
 from lightning_gpu_tools.checkpoints.structure import MAX_DEPTH, Opaque, StorageInfo, Structure, TensorInfo
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
@@ -31,7 +30,7 @@ def load_file(structure: Structure, map_location: Any, weights_only: bool) -> An
         UnsafeCheckpointError: The file holds more than plain data, and ``weights_only`` is true.
         BrokenCheckpointError: Torch cannot rebuild the contents.
     """
-    if structure.format == safetensors.NAME:
+    if not structure.is_of_torch:
         for info in structure.content.values():
             dtype_of(info.dtype)  # which an older torch may lack
         weights = _Builder(structure).build(structure.content)

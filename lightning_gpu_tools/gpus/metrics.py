@@ -64,7 +64,10 @@ class Metric(NamedTuple):
 
 
 def _by(reduction: Reduction, source: str = "", *, logged: str = "", name: str = "") -> Any:
-    """Declare a metric. It is logged if ``logged`` says what it means. ``source`` and ``name`` default to the field."""
+    """Declare a metric. It is logged if ``logged`` says what it means. ``source`` and ``name`` default to the field.
+
+    Of the whole run, :func:`over_run` takes ``last`` as the maximum, with validation; a ``mean`` is without validation.
+    """
     return dataclasses.field(default=None, metadata={"metric": (source, reduction, logged, name)})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from trainings import Model, Samples, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.runs import run_loaders, run_recorder, surroundings
-from lightning_gpu_tools.training import compat, cores
+from lightning_gpu_tools.training import compat, cores, step_clock
 from lightning_gpu_tools.training.line_sampler import LineSampler
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.run_measurements import RunMeasurements, StepBlock
 from lightning_gpu_tools.training.worker_watch import WorkerWatch
 from lightning_gpu_tools.types import Report
 
@@ -53,11 +54,16 @@ def trained(folder: Path) -> Report:
     return load_report(folder)
 
 
-def test_every_measurement_is_made() -> None:
+@pytest.mark.parametrize(
+    ("module", "record", "makers"),
+    [(run_recorder, RunMeasurements, ["RunMeasurements"]), (step_clock, StepBlock, ["StepBlock", "replace"])],
+)
+def test_every_measurement_is_made(module: ModuleType, record: type, makers: list[str]) -> None:
     # The examples of a cause fill its measurements by hand, so they would not show that a run never does.
-    calls = (one for one in ast.walk(ast.parse(Path(run_recorder.__file__).read_text())) if isinstance(one, ast.Call))
-    made = next(call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "RunMeasurements")
-    assert {keyword.arg for keyword in made.keywords} == {field.name for field in fields(RunMeasurements)}
+    calls = (one for one in ast.walk(ast.parse(Path(str(module.__file__)).read_text())) if isinstance(one, ast.Call))
+    making = (call for call in calls if isinstance(call.func, ast.Name) and call.func.id in makers)
+    made = {keyword.arg for call in making for keyword in call.keywords}
+    assert made == {field.name for field in fields(record)}
 
 
 def test_each_fact_is_left_out_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

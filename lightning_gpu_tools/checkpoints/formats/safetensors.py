@@ -66,7 +66,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         places[name] = start + first
     if start + end != size_bytes:
         raise ValueError("bytes that belong to no tensor")
-    return Structure(file, path, size_bytes, NAME, content, set(), {"cpu"}, places=places)
+    return Structure(file, path, size_bytes, NAME, content, set(), {"cpu"}, places=places, is_of_torch=False)
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

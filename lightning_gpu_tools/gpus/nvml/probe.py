@@ -96,7 +96,7 @@ _NAMED = {
 
 
 class GpuProbe:
-    """A repeated reader of one GPU or MIG instance, for one thread, with at most 14 NVML calls per read.
+    """A repeated reader of one GPU or MIG instance, for one thread, with about a dozen NVML calls per read.
 
     The constructor raises ``NvmlUnavailableError`` without a usable NVIDIA driver; a read never raises. Metrics that
     this hardware, driver, or user never gets are tried once. ``GpuSample.refused`` lists those that the driver refuses,

@@ -23,6 +23,7 @@ enum {
 #define PERIOD (SECOND / 6) // of the driver's utilization samples, of which it keeps 120
 #define SAMPLES 120
 #define CLOCK_MHZ 1980
+#define CLOCK_SM 1 // nvmlClockType_t: 0 is graphics, and those after SM are of the memory and of video
 #define DEVICE const struct gpu *g
 // What every question about a GPU begins with.
 #define ASKED                                                                                                          \
@@ -349,11 +350,13 @@ int nvmlDeviceGetTemperature(DEVICE, int sensor, unsigned *celsius) {
   return OK;
 }
 int nvmlDeviceGetClockInfo(DEVICE, int kind, unsigned *mhz) {
-  WHOLE *mhz = CLOCK_MHZ;
+  WHOLE if (kind > CLOCK_SM) return NOT_SUPPORTED;
+  *mhz = CLOCK_MHZ;
   return OK;
 }
 int nvmlDeviceGetMaxClockInfo(DEVICE, int kind, unsigned *mhz) {
-  WHOLE *mhz = CLOCK_MHZ;
+  WHOLE if (kind > CLOCK_SM) return NOT_SUPPORTED;
+  *mhz = CLOCK_MHZ;
   return OK;
 }
 struct field {

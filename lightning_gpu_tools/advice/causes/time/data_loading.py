@@ -457,6 +457,7 @@ CAUSE = Cause(
     why_not=why_not,
     find_searched=find_searched,
     settings=LOADER_SETTINGS,
+    explains=(DATA_LOADING,),
     verified_on="cpu",
     sick=cpu_run(WAITS),
     healthy=cpu_run({"data_loading": 0.2, **STEP}),

@@ -14,6 +14,7 @@ from lightning_gpu_tools.advice.findings import Finding, lost_time
 from lightning_gpu_tools.advice.host_phases import lost_in, phases_of
 from lightning_gpu_tools.advice.idle_in_step import MIN_SHARE
 from lightning_gpu_tools.advice.idle_time import idle_share, lost_share
+from lightning_gpu_tools.training.phases import HOST_TO_DEVICE_COPY
 from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
 
 _BEGINS = "Moving batches to the device takes"
@@ -78,6 +79,7 @@ CAUSE = Cause(
     change="`pin_memory=True`; `uint8` images",
     find=find,
     settings=("pin_memory",),
+    explains=(HOST_TO_DEVICE_COPY,),
     verified_on="hardware",
     sick=gpu_run(**COPIES),
     healthy=gpu_run(**{**COPIES, "utilization": 97.0, "gpu_idle": sampled_idle(host_to_device_copy=(20.0, 0.5))}),

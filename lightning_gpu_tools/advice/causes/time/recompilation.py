@@ -84,6 +84,7 @@ CAUSE = Cause(
     find=find,
     needs=("recompiled",),
     is_in_step=True,
+    explains=(TRAINING_STEP,),
     verified_on="cpu",
     sick=_compiled_again(7, 2.0),
     healthy=_compiled_again(1, 0.3),

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import cpu_run
@@ -89,9 +90,9 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     )
 
 
-def _is_explained(finding: Finding, others: Sequence[Finding]) -> bool:
-    causes, group = {other.cause for other in others}, base_phase(str(finding.evidence["phase"]))
-    return group in causes or (group == TRAINING_STEP and not causes.isdisjoint(("recompilation", "straggler")))
+def _is_explained(finding: Finding, others: Sequence[tuple[Cause[Any], Finding]]) -> bool:
+    group = base_phase(str(finding.evidence["phase"]))
+    return any(group in cause.explains for cause, _ in others)
 
 
 def _lost(run: RunMeasurements, slow: SlowSteps) -> float:

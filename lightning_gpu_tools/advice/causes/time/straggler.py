@@ -169,6 +169,7 @@ CAUSE = Cause(
     change="by phase: compare its data, storage, clocks and temperature, or make a callback or checkpoint faster",
     find=find,
     kind="busy",  # a rank that waits for another GPU keeps its own busy
+    explains=(TRAINING_STEP,),
     verified_on="simulated GPU",
     sick=gpu_run(STEP, 99.0, **ranks(*[{"forward": 0.01}] * 3, {"forward": 0.03})),
     healthy=gpu_run(STEP, 99.0, **ranks(*[{"forward": 0.01}] * 3, {"forward": 0.012})),

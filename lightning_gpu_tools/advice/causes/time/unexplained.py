@@ -6,6 +6,7 @@ Adds the Trainer's own time beyond the usual, and the GPU's idle time inside the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from lightning_gpu_tools.advice.cause import Cause, Variant
 from lightning_gpu_tools.advice.examples import STEP, cpu_run, gpu_run
@@ -91,9 +92,11 @@ def explain_rest(run: RunMeasurements, idle: float) -> Finding:
     )
 
 
-def _is_named(finding: Finding, others: Sequence[Finding]) -> bool:
+def _is_named(finding: Finding, others: Sequence[tuple[Cause[Any], Finding]]) -> bool:
     """Return whether a finding of slow steps already explains the time of this line."""
-    return any(other.cause == "slow_steps" and other.evidence["phase"] == finding.evidence["phase"] for other in others)
+    return any(
+        other.cause == "slow_steps" and other.evidence["phase"] == finding.evidence["phase"] for _, other in others
+    )
 
 
 CAUSE = Cause(

@@ -140,6 +140,7 @@ CAUSE = Cause(
     why_not=why_not,
     ignores_min_cost=True,
     is_judged_early=lambda run: run.validations >= MIN_EPOCHS,
+    explains=(VALIDATION,),
     verified_on="cpu",
     sick=cpu_run({"validation": 50, **STEP}),
     healthy=cpu_run({"validation": 12, **STEP}),
