@@ -10,15 +10,21 @@ import os
 import re
 import signal
 import sys
+import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
-from trainings import background_threads
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import get_worker_info
+from trainings import Boom, Model, Samples, background_threads, loader, quiet_trainer
 
 import lightning_gpu_tools
 
@@ -93,7 +99,8 @@ def _functions() -> Iterator[tuple[str, Any]]:
             if callable(value):
                 yield f"{short}.{key}", value
                 if isinstance(value, type) and value.__module__ == name:
-                    yield from ((f"{short}.{key}.{own}", one) for own, one in list(vars(value).items()))
+                    own = [(name, one) for name, one in list(vars(value).items()) if hasattr(one, "__get__")]
+                    yield from ((f"{short}.{key}.{name}", one) for name, one in own)
 
 
 def _settings() -> Iterator[tuple[str, Any]]:
@@ -117,8 +124,10 @@ def _settings() -> Iterator[tuple[str, Any]]:
     yield from ((f"os.environ[{name!r}]", value) for name, value in os.environ.items())
     names = {one.value: one.name for one in signal.Signals}
     yield from ((names.get(one, f"signal {one}"), signal.getsignal(one)) for one in signal.valid_signals())
-    # Also of handlers that are not Python's.
-    yield "signals with a handler", Path("/proc/self/status").read_text().partition("SigCgt:")[2].split()[0]
+    # Also of handlers that are not Python's, but without the two of the C library, for its threads.
+    caught = int(Path("/proc/self/status").read_text().partition("SigCgt:")[2].split()[0], 16)
+    numbers = signal.valid_signals() - {32, 33}
+    yield "signals with a handler", [one for one in numbers if caught >> (one - 1) & 1]
 
 
 def _of_objects(objects: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any]]:
@@ -150,3 +159,84 @@ def _of_objects(objects: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any
 def _is_followed(thing: object) -> bool:
     is_lightnings = type(thing).__module__.startswith(LIGHTNINGS) and not isinstance(thing, type)
     return is_lightnings or isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
+
+
+# A fit in which snapshots are taken
+
+STEPS, SEEN_AT = 50, 40
+_looks: list[Callable[[], None]] = []  # take a snapshot; not in the dataset, into which the finder looks
+
+
+class Seen(Samples):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == SEEN_AT + 1 and get_worker_info() is None:
+            _looks[-1]()
+        time.sleep(0.005)
+        return super().__getitem__(index)
+
+
+class Looking(Model):
+    """Takes snapshots in steps and in validation."""
+
+    def __init__(self, looks_at: Collection[int], *, fails: bool) -> None:
+        super().__init__()
+        self.looks_at, self.fails = looks_at, fails
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.02)
+        if batch_idx in self.looks_at:
+            _looks[-1]()
+        if batch_idx == STEPS - 1 and self.fails:
+            raise Boom("at the end")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        _looks[-1]()
+        super().validation_step(batch, batch_idx)
+
+
+class Changes(NamedTuple):
+    """Names of what differs from the state before a fit."""
+
+    during: set[str]
+    after: set[str]
+
+
+def fit_changes(
+    folder: Path,
+    callbacks: Sequence[Any] = (),
+    plugins: Sequence[Any] = (),
+    *,
+    fails: bool = False,
+    looks_at: Collection[int] = (SEEN_AT,),
+    **options: Any,
+) -> Changes:
+    """Return what differs in snapshots during and after a fit and a validation, from the state before."""
+    trainer = quiet_trainer(
+        folder,
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=SEEN_AT), *callbacks],
+        plugins=[*plugins],
+        logger=CSVLogger(folder),
+        enable_checkpointing=True,
+        val_check_interval=STEPS - 5,
+        limit_train_batches=STEPS,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    seen: list[Snapshot] = []
+    before = snapshot(of_trainer(trainer))
+    _looks.append(lambda: seen.append(snapshot(of_trainer(trainer))))
+    model, training, validation = Looking(looks_at, fails=fails), loader(Seen(2 * STEPS)), loader(Samples(2))
+    with pytest.raises(Boom) if fails else nullcontext():
+        trainer.fit(model, training, validation)
+    if not fails:
+        trainer.validate(model, validation)
+    after = snapshot(of_trainer(trainer))
+    _looks.pop()
+    return Changes({name for one in seen for name in changed(before, one)}, changed(before, after))
+
+
+def lightnings(alone: Changes) -> set[str]:
+    """Return what Lightning changes itself, as seen in a fit without this package's callbacks, and does to each."""
+    return alone.during | {name.replace("callback", "own callback") for name in alone.during}
