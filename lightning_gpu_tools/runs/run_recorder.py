@@ -28,6 +28,7 @@ from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.compilations import Compilations
 from lightning_gpu_tools.training.cores import CoreUse, CoreUsers, HostReading
+from lightning_gpu_tools.training.dataset_growth import DatasetGrowth
 from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
@@ -81,6 +82,7 @@ class RunRecorder:
         self._batch_items: deque[int | None] = deque(maxlen=_MAX_BATCHES)  # of completed steps
         self.memory = timer.memory  # of this rank's GPU
         self.history = MemoryHistory(timer.memory, worker_pids=lambda: compat.worker_pids(run.iterator))
+        self._dataset = DatasetGrowth(lambda: None if run.loader is None else run.loader.dataset)
         self.compilations = Compilations()
         self.lines = LineSampler(clock, timer.worker_lines, lambda: [one.loader for one in run.loaders])
         users = CoreUsers(
@@ -100,6 +102,7 @@ class RunRecorder:
         if self.run.place.rank == 0:
             if self._is_monitored:
                 yield "Sampling the memory", self._poll_memory
+                yield "Measuring the dataset", self._dataset.poll
             yield "Sampling the use of the cores", self.cores.users.poll
             yield "Sampling the threads of the loader's workers", self.loaders.poll_threads
             yield "Reading the compilations of torch.compile", self.compilations.poll
@@ -293,6 +296,7 @@ class RunRecorder:
             growth=tuple(self.history.alarms),
             watched=clock.watched_steps(),
             replays_per_step=clock.replays / max(1, clock.steps),
+            dataset_growth=[*self._dataset.grown, *self._timer.worker_lines.grown(self.loaders.workers.pids)],
             recompiled=read("the compilations of torch.compile", self.compilations.facts, None),
             lines=read("source lines", partial(self.lines.seen, self.loaders.workers.pids), ()),
             ranks=self.ranks.received.ranks,

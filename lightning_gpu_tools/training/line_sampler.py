@@ -33,6 +33,7 @@ from lightning_gpu_tools.files import scratch_prefix
 from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
+from lightning_gpu_tools.training.dataset_growth import DatasetGrowth, GrownAttribute
 from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, MONITORING, PAUSES, base_phase, is_backward
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.source_lines import LineCounts, line_of
@@ -227,6 +228,8 @@ def _sampled_loop(folder: str, stacks: str, *args: Any, **kwargs: Any) -> Any:
         own.touch()
         if sum(name.endswith(".json") for name in os.listdir(folder)) < _MAX_WORKERS:
             sampler = _WorkerSampler(folder)
+            growth = DatasetGrowth(lambda: getattr(torch.utils.data.get_worker_info(), "dataset", None), f"{own}.grown")
+            sampler.add("Measuring the dataset", growth.poll)
     try:
         return _worker_loop(*args, **kwargs)
     finally:
@@ -276,6 +279,15 @@ class WorkerLines:
                     counts.add(**one)
             self._lines = counts.lines()
         return self._lines
+
+    def grown(self, pids: Collection[int]) -> list[GrownAttribute]:
+        """Return what has grown of the dataset in these workers."""
+        found: list[GrownAttribute] = []
+        for pid in pids:
+            with suppress(OSError, ValueError):  # nothing has, or a cleanup program removed it
+                written = json.loads(Path(f"{self._folder}/{pid}.grown").read_text())
+                found += (GrownAttribute(*fields) for fields in written)
+        return found
 
     def close(self) -> None:
         """Remove the files. Lines already read remain available."""

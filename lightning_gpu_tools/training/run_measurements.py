@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training import phases
+from lightning_gpu_tools.training.dataset_growth import GrownAttribute
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.training.storage import Storage
 
@@ -344,6 +345,7 @@ class RunMeasurements:
     lines: tuple[SourceLine, ...] = ()  # most frequent first
     ranks: tuple[RankStep, ...] = ()  # empty with one rank
     contexts: tuple[HeldContext, ...] = ()  # of all ranks that see several GPUs
+    dataset_growth: Sequence[GrownAttribute] = ()  # of the training loader's dataset
     spans: Sequence[PhaseSpan] = ()
     readings: Mapping[Quantity, Sequence[float]] = field(default_factory=dict)  # since the warm-up, at even intervals
     precision: str | None = None  # the Trainer's, as "32-true"

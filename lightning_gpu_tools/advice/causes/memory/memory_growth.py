@@ -24,8 +24,9 @@ from lightning_gpu_tools.advice.out_of_memory import (
 )
 from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
 from lightning_gpu_tools.memory.readings import MemoryGrowth, MemoryLine
-from lightning_gpu_tools.training.run_measurements import RunMeasurements, Stage
-from lightning_gpu_tools.units import format_bytes, format_duration
+from lightning_gpu_tools.training.dataset_growth import GrownAttribute
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 # Memory grows if the medians of four consecutive parts of the run rise. By chance they do in 1 of 4! = 24 runs.
 _PARTS = 4
@@ -49,6 +50,8 @@ _KEPT = {
 }
 
 
+_KEPT_BY_DATASET = "Limit the size of {}, or keep nothing in it. Each worker has one of its own."
+_MIN_EXPLAINED = 0.5  # our default: an attribute of the dataset is named if it explains so much of the growth
 _OF_PREDICTIONS = (
     "Trainer.predict keeps all outputs: pass return_predictions=False, and write them in a BasePredictionWriter."
 )
@@ -83,13 +86,13 @@ def find_early(run: RunMeasurements) -> Iterator[Finding]:
     # Lines whose blocks on the GPU were still in use some steps later.
     kept_lines = () if run.memory is None else run.memory.kept_lines
     for growth in run.growth:
-        yield _growing(growth, kept_lines, run.stage)
+        yield _growing(growth, kept_lines, run)
 
 
 def _on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Finding]:
     of_host = [growth for growth in run.growth if growth.whose != "gpu"]
     if of_host:
-        grown = _growing(of_host[0], (), run.stage)
+        grown = _growing(of_host[0], (), run)
         evidence = {**grown.evidence, "phase": oom.phase}
         yield new_finding("memory_growth", why_host_is_full(run, oom), [grown.advice, fewer_workers(run)], evidence)
 
@@ -142,7 +145,7 @@ def _pace(growth: MemoryGrowth) -> str:
     return f"{_WHOSE[growth.whose]} grows steadily, by {rate} per minute{end}."
 
 
-def _growing(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine], stage: Stage) -> Finding:
+def _growing(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine], run: RunMeasurements) -> Finding:
     lines = kept_lines if growth.whose == "gpu" else ()
     evidence = {
         "whose": growth.whose,
@@ -151,10 +154,32 @@ def _growing(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine], stage: Stag
         "left_s": growth.left_s,
         "source_lines": holding(lines),
     }
-    is_of_predictions = stage == "predict" and growth.whose == "process"
+    is_of_predictions = run.stage == "predict" and growth.whose == "process"
     advice = _OF_PREDICTIONS if is_of_predictions else _KEPT[growth.whose]
     why = f"{_pace(growth)}{left(lines)}"
+    if (grown := _grown_attribute(growth, run)) is not None:
+        name, where = printable(grown.name), "" if grown.worker is None else f" in worker {grown.worker}"
+        why += (
+            f" {name} grew from {format_bytes(grown.before_bytes)} to {format_bytes(grown.now_bytes)} "
+            f"({grown.entries:,} entries){where}."
+        )
+        advice = _KEPT_BY_DATASET.format(name)
+        evidence |= {"attribute": name, "attribute_bytes": grown.now_bytes, "attribute_entries": grown.entries}
     return new_finding("memory_growth", why, [why, advice], evidence)
+
+
+def _grown_attribute(growth: MemoryGrowth, run: RunMeasurements) -> GrownAttribute | None:
+    """Return the attribute of the dataset that explains most of the growth of the host's memory, if one does."""
+    grown = {
+        attribute: attribute.now_bytes - attribute.before_bytes
+        for attribute in run.dataset_growth
+        if growth.whose == ("process" if attribute.worker is None else "workers")
+    }
+    largest = max(grown, key=grown.__getitem__, default=None)
+    if largest is None:
+        return None
+    total = sum(size for attribute, size in grown.items() if attribute.name == largest.name)
+    return largest if total >= _MIN_EXPLAINED * growth.grown_bytes else None
 
 
 CAUSE = Cause(

@@ -1,0 +1,84 @@
+"""The attributes of a dataset that grow while its samples are loaded, in a worker or in the training process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset, get_worker_info
+
+# Our defaults.
+_EVERY_S = 5.0  # a reading takes about a millisecond
+_UNTIL_KNOWN_S = 0.05  # until a worker has its dataset
+_MAX_SAMPLES = 32  # entries of a container whose sizes are read
+_MAX_DATASETS = 16
+_MIN_GROWTH_BYTES = 2**20
+
+
+class GrownAttribute(NamedTuple):
+    """A list or dict of a dataset, with its bytes estimated from some of its entries."""
+
+    name: str  # "Photos.cache"
+    before_bytes: int
+    now_bytes: int
+    entries: int
+    worker: int | None  # its number; None = the training process
+
+
+class DatasetGrowth:
+    """A record of what grows in a dataset in this process, from the first reading on."""
+
+    def __init__(self, dataset: Callable[[], object], path: str | None = None) -> None:
+        """``dataset`` returns ``None`` until it is known; what has grown is written to ``path``."""
+        self.grown: list[GrownAttribute] = []
+        self._dataset, self._path = dataset, path
+        self._first: dict[str, tuple[int, int]] | None = None
+
+    def poll(self) -> float:
+        """Read the sizes, and return the seconds until the next reading."""
+        dataset, worker = self._dataset(), getattr(get_worker_info(), "id", None)
+        if dataset is None:
+            return _UNTIL_KNOWN_S
+        with suppress(RuntimeError):  # the dataset has changed a dict meanwhile
+            now = _containers(dataset)
+            first = self._first = self._first or now
+            grown = (GrownAttribute(name, first.get(name, (0, 0))[0], *now[name], worker) for name in now)
+            self.grown = [item for item in grown if item.now_bytes - item.before_bytes >= _MIN_GROWTH_BYTES]
+        if self._path is not None and self.grown:
+            with open(f"{self._path}.part", "w") as file:
+                json.dump(self.grown, file)
+            os.replace(file.name, self._path)
+        return _EVERY_S
+
+
+def _containers(dataset: object) -> dict[str, tuple[int, int]]:
+    """Return the estimated bytes and the number of entries of each list and dict that is an attribute of a dataset."""
+    found, datasets = {}, [dataset]
+    for owner in datasets:  # and those within it, such as in a Subset
+        attributes = dict(getattr(owner, "__dict__", {}))
+        for name, value in attributes.items():
+            if isinstance(value, (list, dict)):
+                found[f"{type(owner).__name__}.{name}"] = (_bytes_of(value), len(value))
+        inner = [attributes.get("dataset"), *(attributes.get("datasets") or ())]
+        if len(datasets) < _MAX_DATASETS:
+            datasets += [part for part in inner if isinstance(part, Dataset)][:_MAX_DATASETS]
+    return found
+
+
+def _bytes_of(value: Any, depth: int = 0) -> int:
+    if isinstance(size := getattr(value, "nbytes", None), int):  # an array or a tensor
+        return size
+    own = sys.getsizeof(value, 0)
+    if depth > 1 or not isinstance(value, (list, tuple, dict)):
+        return own
+    if isinstance(value, dict):
+        sample = [*islice(value.values(), _MAX_SAMPLES)]
+    else:  # at even distances, because a list that was filled with None may be filled anywhere
+        sample = [*value[:: 1 + len(value) // _MAX_SAMPLES]]
+    return own + round(len(value) * fmean(_bytes_of(entry, depth + 1) for entry in sample)) if sample else own

@@ -1,0 +1,151 @@
+"""The attribute of a dataset that fills the memory, in real trainings with and without workers."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from rank_processes import start_ranks
+from torch.utils.data import ConcatDataset, Dataset, Subset
+from trainings import Model, loader, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationMonitor
+from lightning_gpu_tools.advice.memory_errors import early_warnings
+from lightning_gpu_tools.memory import history
+from lightning_gpu_tools.training import dataset_growth
+from lightning_gpu_tools.training.dataset_growth import DatasetGrowth
+
+MIB = 2**20
+KEPT = 300_000
+
+
+class Photos(Dataset[torch.Tensor]):
+    """A dataset that keeps what it has loaded, at most ``limit`` of it, and memory outside of its attributes."""
+
+    def __init__(self, kept: int, outside: int = 0, limit: int | None = None) -> None:
+        self.names = [f"photo {i}" for i in range(1000)]  # does not grow
+        self.cache: dict[int, np.ndarray[Any, Any]] = {}
+        self.kept, self.outside, self.limit = kept, outside, limit
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.005)
+        if self.kept and (self.limit is None or len(self.cache) < self.limit):
+            self.cache[index] = np.ones(self.kept, np.uint8)
+        if self.outside:
+            OUTSIDE.append(np.ones(self.outside, np.uint8))
+        return torch.ones(4)
+
+
+OUTSIDE: list[Any] = []
+
+
+class UntilGrown(Callback):
+    """Ends training once memory and the dataset have grown, and leaves what the report would say then."""
+
+    def __init__(self, monitor: GPUUtilizationMonitor, whose: str) -> None:
+        self.monitor, self.whose = monitor, whose
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step % 20 == 0:
+            recorder = self.monitor._session.recorder  # type: ignore[union-attr]
+            assert recorder is not None
+            growth = [one for one in recorder.history.growth() if one.whose == self.whose]
+            measured = recorder.measurements()
+            if growth and measured.dataset_growth:
+                (found,) = early_warnings(replace(measured, growth=growth))
+                (Path(trainer.default_root_dir) / "found").write_text(json.dumps([found.evidence, found.advice]))
+                trainer.should_stop = True
+
+
+def train(folder: Path, rank: int, workers: int, steps: int = 10_000, **dataset: Any) -> None:
+    history._WORKERS_EVERY, history._EARLY_INTERVAL_S, history._MIN_POINTS_PER_PART = 1, 0.05, 1
+    dataset_growth._EVERY_S = 0.2
+    monitor = GPUUtilizationMonitor()
+    trainer = quiet_trainer(
+        folder, callbacks=[monitor, UntilGrown(monitor, "workers" if workers else "process")], max_steps=steps
+    )
+    trainer.fit(Model(), loader(Photos(**dataset), num_workers=workers))
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "process": {"workers": 0, "kept": KEPT},
+    "workers": {"workers": 2, "kept": KEPT},
+    "limited": {"workers": 2, "kept": KEPT, "limit": 10, "steps": 300},
+    "elsewhere": {"workers": 1, "kept": KEPT // 10, "outside": KEPT},
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Evidence and advice on the growth in each run; all run at the same time."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in RUNS}
+    started = [one for name in RUNS for one in start_ranks(folders[name], train, ranks=1, options=RUNS[name])]
+    for process, folder in zip(started, folders.values(), strict=True):
+        process.join(150)
+        assert process.exitcode == 0, (folder / "stderr0").read_text()
+    files = {name: folder / "found" for name, folder in folders.items()}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+
+
+@pytest.mark.follows("Limit the size of {}, or keep nothing in it.")
+@pytest.mark.parametrize(("run", "where"), [("process", r"\."), ("workers", r" in worker [01]\.")])
+def test_the_attribute_that_grows_is_named_and_with_a_limit_none_grows(
+    run: str, where: str, found: dict[str, Any]
+) -> None:
+    evidence, advice = found[run]
+    assert evidence["attribute"] == "Photos.cache"
+    assert evidence["attribute_bytes"] >= MIB
+    assert re.search(rf"Photos\.cache grew from \d+ B to [\d.]+ MiB \([\d,]+ entries\){where}", advice)
+    assert "Limit the size of Photos.cache" in advice
+    assert "limited" not in found
+
+
+def test_what_grows_elsewhere_is_not_blamed_on_the_dataset(found: dict[str, Any]) -> None:
+    evidence, advice = found["elsewhere"]
+    assert "attribute" not in evidence
+    assert "Photos.cache" not in advice
+    assert "A worker copies each Python object" in advice
+
+
+class Holder(Dataset[int]):
+    def __init__(self, **containers: Any) -> None:
+        vars(self).update(containers)
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("container", "fill", "grown"),
+    [
+        ([], lambda one: one.extend(np.zeros(MIB) for _ in range(4)), 32 * MIB),
+        ([None] * 1000, lambda one: one.__setitem__(slice(500), [torch.zeros(MIB)] * 500), 2000 * MIB),
+        ({}, lambda one: one.update({i: (b"x" * MIB, i) for i in range(8)}), 8 * MIB),
+        ([], lambda one: one.extend([[1.0] * 1000] * 1000), 32_000_000),
+    ],
+    ids=["arrays", "prefilled list", "bytes in a dict", "numbers in lists"],
+)
+def test_the_growth_of_each_kind_is_estimated(container: Any, fill: Any, grown: int) -> None:
+    dataset = Holder(names=["a"] * 1000, container=container)
+    sizes = DatasetGrowth(lambda: ConcatDataset([Subset(dataset, range(3)), Holder(more=[1])]))
+    sizes.poll()
+    assert sizes.grown == []
+    fill(container)
+    sizes.poll()
+    (one,) = sizes.grown
+    assert (one.name, one.entries, one.worker) == ("Holder.container", len(container), None)
+    assert 0.9 * grown <= one.now_bytes - one.before_bytes <= 1.5 * grown
