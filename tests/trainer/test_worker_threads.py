@@ -70,7 +70,7 @@ def test_thread_pools_in_workers_are_named_and_end_as_advised(
     advice, evidence = train()
     assert evidence["kind"] == "cpu_bound"
     assert evidence["workers_runnable_threads"] > 1.5
-    assert "threads runnable, on 2 cores. Limit their libraries to one thread in worker_init_fn: " in advice
+    assert "threads runnable, on 2 cores. Limit libraries to one thread in worker_init_fn: " in advice
     calls = CALL.findall(advice)
     assert ("cv2.setNumThreads(0)" in calls) == (library == "cv2")
     advice, evidence = train(*calls)
