@@ -26,7 +26,8 @@ VARIABLES = {
 }
 # Variables of the user's own command in LIGHTNING_GPU_TOOLS_NOTIFY.
 TOLD = ("EVENT", "OUTCOME", "VERDICT", "WHY", "NEXT", "REPORT", "HOST", "SCRIPT")
-VARIABLES |= {f"LIGHTNING_GPU_TOOLS_{name}": ".*" for name in TOLD}
+SET = (*TOLD, "JOB")  # by the package itself, for this command and for child processes
+VARIABLES |= {f"LIGHTNING_GPU_TOOLS_{name}": ".*" for name in SET}
 _MODULES = (
     *("lightning_gpu_tools", "lightning_gpu_tools.strategies", "lightning_gpu_tools.types", "builtins"),
     *("lightning.pytorch", "lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.plugins.io"),

@@ -24,7 +24,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from rank_processes import run_ranks
-from real_names import TOLD, VARIABLES, is_command, unknown_options, unknown_variables
+from real_names import SET, VARIABLES, is_command, unknown_options, unknown_variables
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, NumWorkersFinder, PortableCheckpointIO
 from lightning_gpu_tools.strategies import FreeMemoryDDPStrategy
@@ -170,8 +170,8 @@ def test_every_variable_of_the_package_is_one_that_it_reads(page: Path) -> None:
 def test_the_listed_variables_are_those_the_package_reads() -> None:
     source = "".join(path.read_text() for path in (ROOT / "lightning_gpu_tools").rglob("*.py"))
     for name in VARIABLES:
-        is_told = name.removeprefix(f"{OWN}_") in TOLD
-        assert not name.startswith(OWN) or (f'"{name}"' if is_told else f'environ.get("{name}"') in source, name
+        is_set = name.removeprefix(f"{OWN}_") in SET
+        assert not name.startswith(OWN) or (f'"{name}"' if is_set else f'environ.get("{name}"') in source, name
 
 
 @pytest.mark.usefixtures("driver", "claims_dir")
