@@ -11,8 +11,6 @@ from itertools import islice
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset, get_worker_info
-
 # Our defaults.
 _EVERY_S = 5.0  # a reading takes about a millisecond
 _UNTIL_KNOWN_S = 0.05  # until a worker has its dataset
@@ -42,6 +40,8 @@ class DatasetGrowth:
 
     def poll(self) -> float:
         """Read the sizes, and return the seconds until the next reading."""
+        from torch.utils.data import get_worker_info  # not for the record alone, which reports have
+
         dataset, worker = self._dataset(), getattr(get_worker_info(), "id", None)
         if dataset is None:
             return _UNTIL_KNOWN_S
@@ -59,6 +59,8 @@ class DatasetGrowth:
 
 def _containers(dataset: object) -> dict[str, tuple[int, int]]:
     """Return the estimated bytes and the number of entries of each list and dict that is an attribute of a dataset."""
+    from torch.utils.data import Dataset
+
     found, datasets = {}, [dataset]
     for owner in datasets:  # and those within it, such as in a Subset
         attributes = dict(getattr(owner, "__dict__", {}))
