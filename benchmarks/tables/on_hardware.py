@@ -50,7 +50,7 @@ def h200_advice() -> str:
             settings(one),
             f"{one['samples_per_s']:,.0f}",
             f"{one['utilization_percent']:.0f}%",
-            one["why"].partition("time. ")[2],
+            one["why"].partition("time. ")[2].replace(" %", "%"),
         )
         for one in found["trainings"]
     ]

@@ -68,7 +68,7 @@ def searched(found: Sequence[Results]) -> str:
 
 def more_time(runs: Results, name: str) -> str:
     wall, cpu = (
-        spread([100 * (other / plain - 1) for plain, other in in_rounds(runs, name, key)], "+.0f", " %")
+        spread([100 * (other / plain - 1) for plain, other in in_rounds(runs, name, key)], "+.0f", "%")
         for key in ("fit_s", "cpu_s")
     )
     return f"{wall}, CPU {cpu}"

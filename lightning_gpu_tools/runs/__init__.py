@@ -1,1 +1,1 @@
-"""The measurement of one training, from its start to its report."""
+"""The measurement of one run, from its start to its report."""

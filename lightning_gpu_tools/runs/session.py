@@ -173,7 +173,7 @@ class Session:
         return self._own_store or compat.default_store()
 
     def board(self, name: str) -> Board:
-        """Return a new board for the ranks of this training."""
+        """Return a new board for the ranks of this run."""
         return Board(f"{self._name}/{name}", self.run.place, self._store)
 
     def _keep_claims(self) -> float:
