@@ -152,7 +152,7 @@ def test_allocations_that_graphs_keep_predict_no_largest_batch(
     session = FitSession.of(trainer, Callback())
     trainer.fit(model(), loader(Samples(10)))
     assert session.timer.memory.failure is None
-    assert (session.timer.memory.recorded is not None) is is_recorded
+    assert bool(session.timer.memory.recorded) is is_recorded
 
 
 def test_compiled_code_that_waits_for_the_gpu_is_compiled_once(tmp_path: Path) -> None:
