@@ -251,7 +251,7 @@ print("lengths", lengths)
     ended = dry_run(code, options=["--gpu", "t4"])
     assert ended.code == 0, ended.errors
     assert "lengths [25, 25, 25]" in ended.errors
-    assert "Text was generated up to its maximum length, of arbitrary tokens." in ended.found["unknown"]
+    assert "Generated text has the maximum length and arbitrary tokens." in ended.found["unknown"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
