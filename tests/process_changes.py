@@ -124,10 +124,13 @@ def _settings() -> Iterator[tuple[str, Any]]:
     yield from ((f"os.environ[{name!r}]", value) for name, value in os.environ.items())
     names = {one.value: one.name for one in signal.Signals}
     yield from ((names.get(one, f"signal {one}"), signal.getsignal(one)) for one in signal.valid_signals())
-    # Also of handlers that are not Python's, but without the two of the C library, for its threads.
+    # Of handlers that are not Python's, but without the two of the C library, for its threads.
     caught = int(Path("/proc/self/status").read_text().partition("SigCgt:")[2].split()[0], 16)
     numbers = signal.valid_signals() - {32, 33}
-    yield "signals with a handler", [one for one in numbers if caught >> (one - 1) & 1]
+    yield (
+        "signals with a handler",
+        [one for one in numbers if caught >> (one - 1) & 1 and not callable(signal.getsignal(one))],
+    )
 
 
 def _of_objects(objects: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any]]:

@@ -52,7 +52,9 @@ def found(case: Case, folder: Path) -> Stall | str | None:
         text = file.read_text() if file.exists() else ""
         return text if case.words in text else None
     with suppress(ReportError):
-        return next((one for one in load_report(folder).stalls if one.cause == case.cause), None)
+        # On a busy machine, a training may also stall for a while.
+        hanging = (one for one in load_report(folder).stalls if not one.is_over)
+        return next((one for one in hanging if one.cause == case.cause), None)
     return None
 
 
