@@ -94,7 +94,7 @@ def _functions() -> Iterator[tuple[str, Any]]:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in SKIPPED:
             continue
-        short = re.sub(r"^(lightning\.pytorch|pytorch_lightning)\.", "", name)
+        short = name.removeprefix("lightning.pytorch.")  # the same module of pytorch_lightning keeps its long name
         for key, value in list(getattr(module, "__dict__", {}).items()):
             if callable(value):
                 yield f"{short}.{key}", value

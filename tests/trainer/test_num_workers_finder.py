@@ -202,7 +202,8 @@ def test_random_augmentation_moves_to_the_workers_and_that_is_said(tmp_path: Pat
 def test_a_fast_enough_loader_is_left_alone(tmp_path: Path) -> None:
     result, watch = find(tmp_path, shuffled(Samples(30)), model=Noisy(0.05))
     assert result.settings == result.original
-    assert "No settings can make it 5% faster" in result.reason
+    # On a busy machine, it waits for its samples, too, and trials show that no workers help.
+    assert re.search("No settings can make it 5% faster|No other settings were more than 3% faster", result.reason)
     assert set(watch.workers) == {0}
 
 
