@@ -109,7 +109,7 @@ def test_the_attribute_that_grows_is_named_and_none_that_has_a_limit(
     evidence, advice = found[run]
     assert evidence["attribute"] == "Photos.cache"
     assert evidence["attribute_bytes"] >= MIB
-    assert re.search(rf"Photos\.cache grew from \d+ B to [\d.]+ MiB \([\d,]+ entries\){where}", advice)
+    assert re.search(rf"Photos\.cache grew from [\d.]+ (B|KiB|MiB) to [\d.]+ MiB \([\d,]+ entries\){where}", advice)
     assert "Limit the size of Photos.cache" in advice
     assert "attribute" not in found.get("limited", [{}])[0]
 
