@@ -159,11 +159,8 @@ def _by_user(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> d
         claimed = [(place, claim) for place in places for claim in own_claims if claim.is_on(place.uuid)]
         memory = not_none(process.memory_used_bytes for _, process in mine)
         loads = not_none(process.utilization_percent for _, process in mine)
-        running = [
-            (_state(process)["started_s"], process.pid, process.name)
-            for _, process in mine
-            if _state(process)["started_s"]
-        ]
+        started = [(_state(process)["started_s"], process.pid, process.name) for _, process in mine]
+        running = [entry for entry in started if entry[0]]
         facts = {
             "user": user,
             "gpus": [*dict.fromkeys(gpu.number for gpu, _ in mine)],

@@ -67,15 +67,17 @@ def _containers(dataset: object) -> dict[str, tuple[int, int]]:
         for name, value in attributes.items():
             if isinstance(value, (list, dict)):
                 found[f"{type(owner).__name__}.{name}"] = (_bytes_of(value), len(value))
-        inner = [attributes.get("dataset"), *(attributes.get("datasets") or ())]
+        several = attributes.get("datasets")
+        inner = [attributes.get("dataset"), *(several if isinstance(several, (list, tuple)) else ())]
         if len(datasets) < _MAX_DATASETS:
             datasets += [part for part in inner if isinstance(part, Dataset)][:_MAX_DATASETS]
     return found
 
 
 def _bytes_of(value: Any, depth: int = 0) -> int:
-    if isinstance(size := getattr(value, "nbytes", None), int):  # an array or a tensor
-        return size
+    # Not of other classes, whose attributes may run code, nor of arrays in a file, such as those of h5py.
+    if type(value).__module__.partition(".")[0] in ("numpy", "torch") and type(value).__name__ != "memmap":
+        return int(getattr(value, "nbytes", 0))
     own = sys.getsizeof(value, 0)
     if depth > 1 or not isinstance(value, (list, tuple, dict)):
         return own

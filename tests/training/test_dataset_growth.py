@@ -152,3 +152,20 @@ def test_the_growth_of_each_kind_is_estimated(container: Any, fill: Any, grown: 
     (one,) = sizes.grown
     assert (one.name, one.entries, one.worker) == ("Holder.container", len(container), None)
     assert 0.9 * grown <= one.now_bytes - one.before_bytes <= 1.5 * grown
+
+
+class InFile:
+    """A stand-in for an array in a file, whose attributes read it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise OSError(name)
+
+
+def test_attributes_of_other_classes_are_not_read_and_files_are_not_memory(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "numbers", np.uint8, "w+", shape=8 * MIB)
+    dataset = Holder(container=[], datasets=np.zeros(3))
+    sizes = DatasetGrowth(lambda: dataset)
+    sizes.poll()
+    dataset.container += [mapped, InFile()]  # type: ignore[attr-defined]
+    sizes.poll()
+    assert sizes.grown == []
