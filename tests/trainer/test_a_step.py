@@ -34,7 +34,7 @@ def test_a_step_reaches_its_report_through_the_files_of_the_architecture(tmp_pat
         trainer.fit(Model(), loader(Samples(80, time.sleep, 0.004)))
     finally:
         sys.setprofile(None)
-    assert "Why:     Waiting for data takes " in capsys.readouterr().out
+    assert "Verdict: " in capsys.readouterr().out
     paths = [str(PACKAGE / file) for file in files]
     for place, path in enumerate(paths[1:], start=1):
         assert any((path, other) in calls or (other, path) in calls for other in paths[:place]), path
