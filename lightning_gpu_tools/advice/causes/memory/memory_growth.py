@@ -50,7 +50,8 @@ _KEPT = {
 }
 
 
-_KEPT_BY_DATASET = "Limit the size of {}, or keep nothing in it. Each worker has one of its own."
+_KEPT_BY_DATASET = "Limit the size of {}, or keep nothing in it."
+_IN_EACH_WORKER = " Each worker has one of its own."
 _MIN_EXPLAINED = 0.5  # our default: an attribute of the dataset is named if it explains so much of the growth
 _OF_PREDICTIONS = (
     "Trainer.predict keeps all outputs: pass return_predictions=False, and write them in a BasePredictionWriter."
@@ -163,7 +164,7 @@ def _growing(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine], run: RunMea
             f" {name} grew from {format_bytes(grown.before_bytes)} to {format_bytes(grown.now_bytes)} "
             f"({grown.entries:,} entries){where}."
         )
-        advice = _KEPT_BY_DATASET.format(name)
+        advice = _KEPT_BY_DATASET.format(name) + _IN_EACH_WORKER * (grown.worker is not None)
         evidence |= {"attribute": name, "attribute_bytes": grown.now_bytes, "attribute_entries": grown.entries}
     return new_finding("memory_growth", why, [why, advice], evidence)
 
