@@ -43,7 +43,6 @@ PURE = [
     "checkpoints/inert_pickle",
     "dry_run/peak",
     "dry_run/result",
-    "dry_run/text",
 ]
 OUTSIDE_WORLD = {"logging", "os", "psutil", "socket", "subprocess", "tempfile", "threading", "time"}
 

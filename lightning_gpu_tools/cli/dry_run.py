@@ -7,7 +7,9 @@ import dataclasses
 import json
 import shlex
 import subprocess
+from collections.abc import Iterator
 
+from lightning_gpu_tools.advice.memory_account import CACHE, PARTS
 from lightning_gpu_tools.cli.options import say
 from lightning_gpu_tools.dry_run import launch
 from lightning_gpu_tools.dry_run.records import Plan
@@ -23,12 +25,16 @@ from lightning_gpu_tools.dry_run.result import (
     next_trial,
     result,
 )
-from lightning_gpu_tools.dry_run.text import render
+from lightning_gpu_tools.reports.text import line_label
 from lightning_gpu_tools.simulated import SimulatedCudaError
 from lightning_gpu_tools.simulated.build import libraries
 from lightning_gpu_tools.simulated.models import MODELS, find_model
+from lightning_gpu_tools.units import format_bytes, line_width, printable, wrapped
 
 _MORE_MEMORY = 16  # our default: factor for the second run, which measures a command that does not fit
+_MAX_LINES = 4
+_MIN_SHARE = 0.005  # of the needed memory; smaller parts and lines are not shown
+_TITLES = {"fits": "Fits", "perhaps": "Perhaps", "does_not_fit": "Does not fit", "cannot_be_told": "Unknown"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,3 +156,60 @@ def _trial(
 def _quiet_trial(args: argparse.Namespace, command: list[str], *, times_memory: int = 1) -> Judgment:
     nowhere = subprocess.DEVNULL
     return _trial(args, command, times_memory=times_memory, stdout=nowhere, stderr=nowhere)
+
+
+def render(run: DryRun) -> str:
+    """Return the result for the terminal in about 25 lines, the verdict first."""
+    return "\n".join(_lines(run))
+
+
+def _lines(run: DryRun) -> Iterator[str]:
+    yield _wrapped(f"{_TITLES[run.verdict]}: {run.reason}", 1000)
+    needed = run.needed_bytes
+    if needed:
+        yield f"Memory by use ({format_bytes(needed)})"
+        for name, label in PARTS.items():
+            size = run.parts_bytes.get(name, 0)
+            if size >= _MIN_SHARE * needed:
+                shown = f"{label} (allocator cache)" if name in CACHE else label
+                yield f"  {format_bytes(size):>8}  {100 * size / needed:3.0f}%  {shown}"
+        lines = [line for line in run.lines if line.bytes >= _MIN_SHARE * needed][:_MAX_LINES]
+        if lines:
+            yield "Lines that allocated the most"
+            room = line_width() - 15
+            yield from (f"  {format_bytes(line.bytes):>8}  {printable(line_label(line), room)}" for line in lines)
+    if run.batch_size and (run.largest_batch is not None or run.trials):
+        yield _wrapped(f"Largest batch: {_largest_batch(run)}")
+    if run.fits_on:
+        yield _wrapped(f"Fits on: {_gpu_models(run)}")
+    if run.min_free_bytes:
+        yield _wrapped(f"Value for --min-free: {run.min_free_bytes / 2**30:.1f}GiB.")
+    if run.unknown:
+        yield _wrapped(" ".join(run.unknown), 1000)
+
+
+def _largest_batch(run: DryRun) -> str:
+    if not run.trials:
+        return f"{run.largest_batch}, predicted from the allocations of this batch of {run.batch_size}."
+    tried = [f"{number} {'fits' if fits else 'does not fit'}" for number, fits in sorted(run.trials.items())]
+    largest = max((number for number, fits in run.trials.items() if fits), default=None)
+    return f"{'none' if largest is None else largest} by dry runs with --vary ({', '.join(tried)})."
+
+
+def _gpu_models(run: DryRun) -> str:
+    def those(fits: str) -> str:
+        return ", ".join(
+            f"~{model}" if model in run.estimated else model for model in run.fits_on if run.fits_on[model] == fits
+        )
+
+    texts = [those("yes") or "none"]
+    if those("perhaps"):
+        texts.append(f"perhaps on {those('perhaps')}")
+    if those("no"):
+        texts.append(f"not on {those('no')}")
+    shown = "; ".join(texts)
+    return f"{shown}. ~: estimate; attention may need more memory there." if "~" in shown else f"{shown}."
+
+
+def _wrapped(text: str, max_length: int = 500) -> str:
+    return wrapped(printable(text, max_length))

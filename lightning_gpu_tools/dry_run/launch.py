@@ -73,25 +73,25 @@ def run(
         for number in range(len(gpus)):
             machine.occupy(number, occupied_bytes)
         (folder / PLAN).write_text(json.dumps(plan))
-        environ = machine.environment(_environment(folder))
+        environ = {
+            **os.environ,
+            VARIABLE: str(folder),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(_STARTUP), os.environ.get("PYTHONPATH")))),
+            "LIGHTNING_GPU_TOOLS_CLAIMS_DIR": str(folder / "claims"),  # not the claims on this machine's GPUs
+            "SIMULATED_CUDA_WAITS_ASLEEP": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # compiled kernels cannot be simulated
+        }
+        environ.pop("CUDA_VISIBLE_DEVICES", None)
         process = subprocess.Popen(
-            command, env=environ, stdout=stdout, stderr=stderr, start_new_session=True, preexec_fn=_end_with_parent
+            command,
+            env=machine.environment(environ),
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         stack.callback(_end, process)
         return Trial(_wait(process, folder), _records(folder))
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    environ = {
-        **os.environ,
-        VARIABLE: str(folder),
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(_STARTUP), os.environ.get("PYTHONPATH")))),
-        "LIGHTNING_GPU_TOOLS_CLAIMS_DIR": str(folder / "claims"),  # not the claims on this machine's GPUs
-        "SIMULATED_CUDA_WAITS_ASLEEP": "1",
-        "TORCH_COMPILE_DISABLE": "1",  # compiled kernels cannot be simulated
-    }
-    environ.pop("CUDA_VISIBLE_DEVICES", None)
-    return environ
 
 
 def _end_with_parent() -> None:

@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
 from lightning_gpu_tools.collector import frames_kept
-from lightning_gpu_tools.dry_run.peak import Peak, ends_of, find_peak, parts_at, phase_of
+from lightning_gpu_tools.dry_run.peak import ends_of, find_peak, parts_at, phase_of
 from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, Moment, Plan, ProcessRecord
 from lightning_gpu_tools.loaders.settings import batch_shape
 from lightning_gpu_tools.memory.blocks import (
@@ -310,7 +310,13 @@ class _Gpu:
         self._allocations = reading.allocations
         found = find_peak(self._live, self._events if self._is_whole else ())
         if found.size > self.peak_bytes:
-            self._keep_peak(found, step, names)
+            last = found.reached_by
+            seen = None if last is None else line_in(last.stack)
+            phase = last.phase if last is not None and step else ""  # there are no phases before training
+            self.peak_bytes = found.size
+            self.peak = Moment(step, phase, *(seen or ())[:3])
+            self.parts = parts_at(found, self._names, names, workspace_sizes_of(self.gpu))
+            self.lines = by_line(found.blocks.values())
         self._live = {block.address: block for block in live_blocks(self.gpu)}
         self._names = names
 
@@ -336,15 +342,6 @@ class _Gpu:
             if blocks == segment or not all(block.is_free for block in blocks):
                 kept.append(blocks)
         return (dataclasses.replace(first, segments=tuple(kept), events=events), *others)
-
-    def _keep_peak(self, found: Peak, step: int, names: dict[int, str]) -> None:
-        last = found.reached_by
-        seen = None if last is None else line_in(last.stack)
-        phase = last.phase if last is not None and step else ""  # there are no phases before training
-        self.peak_bytes = found.size
-        self.peak = Moment(step, phase, *(seen or ())[:3])
-        self.parts = parts_at(found, self._names, names, workspace_sizes_of(self.gpu))
-        self.lines = by_line(found.blocks.values())
 
     def keep_step(self, step: int, batch_size: int, weights: Iterable[torch.Tensor], is_mixed: bool) -> None:
         """Keep the events of a step, from the last reading, together with those before it, for a replay."""

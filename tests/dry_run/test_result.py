@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_gpu_tools.cli.dry_run import render
 from lightning_gpu_tools.dry_run.records import Moment, ProcessRecord
 from lightning_gpu_tools.dry_run.result import (
     EXIT_CODES,
@@ -16,7 +17,6 @@ from lightning_gpu_tools.dry_run.result import (
     next_trial,
     result,
 )
-from lightning_gpu_tools.dry_run.text import render
 from lightning_gpu_tools.memory.readings import MemoryLine
 
 GIB, MIB = 2**30, 2**20
