@@ -127,12 +127,10 @@ def planted(path: Path, content: bytes, kind: str = "claim") -> Iterator[str]:
 
 
 @needs_root
-@pytest.mark.parametrize("first", [0, ALICE], ids=["root-first", "user-first"])
-def test_users_see_each_others_claims_whoever_came_first(path: Path, first: int) -> None:
+def test_users_see_each_others_claims_without_an_administrator(path: Path) -> None:
     path.rmdir()
-    name = "root" if first == 0 else f"uid {first}"
-    with staying(first, path) as one, staying(BOB, path):
-        assert run_as(CAROL, path, USERS).stdout == f"{name} uid {BOB}\n"
+    with staying(ALICE, path) as one, staying(BOB, path):
+        assert run_as(CAROL, path, USERS).stdout == f"uid {ALICE} uid {BOB}\n"
         one.kill()
         one.wait()
         # In a sticky folder this user cannot remove what the first one left, and need not.
@@ -276,13 +274,12 @@ for file in ("claim-00000000deadbeef.json", "claim-00000000deadbeee.sock", "wait
 
 @needs_root
 @pytest.mark.parametrize("options", ["", ",allow_other"], ids=["refuses", "never-answers"])
-@pytest.mark.parametrize("user", [0, ALICE], ids=["root", "user"])
 def test_a_file_that_cannot_be_asked_stops_nobody(
-    driver: Driver, path: Path, monkeypatch: pytest.MonkeyPatch, options: str, user: int
+    driver: Driver, path: Path, monkeypatch: pytest.MonkeyPatch, options: str
 ) -> None:
     open_log(path)
     monkeypatch.setenv("OPTIONS", options)
-    become = f"\nif {user}: os.setgid({user}), os.setuid({user})\n"
+    become = f"\nos.setgid({ALICE}), os.setuid({ALICE})\n"
     commands = "main(['pick', '--wait', '1m']); main(['gpus']); main(['run', '--wait', '1m', '--', 'echo', 'ran'])"
     command = ["unshare", "--mount", sys.executable, "-c", AS + MOUNT + become + PICK + commands, str(path), "0"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -297,26 +294,21 @@ def test_a_file_that_cannot_be_asked_stops_nobody(
 
 @needs_root
 @pytest.mark.follows("To prevent this, an administrator can run: chown root")
-@pytest.mark.parametrize(("owner", "user", "is_named"), [(BOB, ALICE, True), (BOB, BOB, False), (0, ALICE, False)])
-def test_an_owner_who_could_remove_claims_is_named_once(
-    driver: Driver, path: Path, owner: int, user: int, is_named: bool
-) -> None:
+def test_an_owner_who_could_remove_claims_is_named_once(driver: Driver, path: Path) -> None:
     place = """
 from lightning_gpu_tools.selection.placement import place
 from lightning_gpu_tools.selection.ranking import Request
 place(1, Request(), list)
 """
-    os.chown(path, owner, -1)
+    os.chown(path, BOB, -1)
+    assert "belongs to" not in run_as(BOB, path, f"{PICK}main(['gpus'])").stderr
     says = f"The claims folder {path} belongs to uid {BOB}, who can remove the claims of others. "
     for use in (place, "main(['gpus'])", "main(['pick'])", "main(['run', '--wait', '1m', '--', 'true'])"):
-        answer = run_as(user, path, PICK + use)
+        answer = run_as(ALICE, path, PICK + use)
         assert answer.returncode == 0, answer.stderr
-        assert answer.stderr.count(f"{says}To prevent this, an administrator can run: chown root {path}\n") == is_named
-        assert answer.stderr.count("belongs to") == is_named
-        said = answer.stderr
-    if is_named:
-        subprocess.run(re.search(r"an administrator can run: (.*)", said)[1].split(), check=True)
-        assert "belongs to" not in run_as(user, path, f"{PICK}main(['gpus'])").stderr
+        assert answer.stderr.count(f"{says}To prevent this, an administrator can run: chown root {path}\n") == 1
+    subprocess.run(re.search(r"an administrator can run: (.*)", answer.stderr)[1].split(), check=True)
+    assert "belongs to" not in run_as(ALICE, path, f"{PICK}main(['gpus'])").stderr
 
 
 @needs_root
@@ -429,8 +421,7 @@ def test_a_flood_of_claims_is_folded_by_user(driver: Driver, path: Path) -> None
 
 
 @needs_root
-@pytest.mark.parametrize("are_closed", [False, True], ids=["open", "closed-to-others"])
-def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path, are_closed: bool) -> None:
+def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path) -> None:
     uuid = str(driver.gpus[0].uuid)
     wait = f"{PICK}print(*select_gpus(exclusive=True, wait='1h').uuids, flush=True)"
     flood = FLOOD.format(kind="wait", record={**GOOD, "uuids": [uuid], "requested": 1})
@@ -441,8 +432,6 @@ def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path, are_cl
             job = ends.enter_context(subprocess.Popen(command, stdout=-1, stderr=-1, text=True))
             assert "behind 1,000 other jobs" in job.stderr.readline()
             holder.kill()
-        if are_closed:
-            (path / "wait-0000000000000000.sock").chmod(0o600)  # the others are links to it
         ahead.kill()
         ahead.wait()
         assert job.communicate(timeout=60)[0] == f"{uuid}\n"  # at the pace of the 1,001st it would be 300 s
@@ -593,11 +582,10 @@ for name in os.listdir("."):
 
 
 @needs_root
-@pytest.mark.parametrize("close", [DENY, "\nfor name in os.listdir('.'): os.chmod(name, 0o600)"], ids=["acl", "mode"])
-def test_a_closed_claim_ends_with_its_process(driver: Driver, path: Path, close: str) -> None:
+def test_a_closed_claim_ends_with_its_process(driver: Driver, path: Path) -> None:
     uuid = str(driver.gpus[0].uuid)
     ask = f"{PICK}main(['pick'])"
-    with staying(ALICE, path, TAKE.replace("GPU-a", uuid) + close) as holder:
+    with staying(ALICE, path, TAKE.replace("GPU-a", uuid) + DENY) as holder:
         assert f"claimed exclusively by uid {ALICE}" in run_as(BOB, path, ask).stderr
         holder.kill()
         holder.wait()
@@ -675,12 +663,9 @@ BAD_RECORDS = {
     "no-fields": "{}",
     "nested-too-deep": "[" * 50_000,
     "pid-of-5000-digits": json.dumps({**GOOD, "pid": 0}).replace("0", "9" * 5000),
-    "uuids-as-text": json.dumps({**GOOD, "uuids": "GPU-a"}),
     "uuid-with-escapes": json.dumps({**GOOD, "uuids": ["GPU-\x1b[2J"]}),
     "kind": json.dumps({**GOOD, "kind": "mine"}),
-    "no-memory": json.dumps({**GOOD, "memory_bytes": None}),
     "too-much-memory": json.dumps({**GOOD, "memory_bytes": 10**400}),
-    "group": json.dumps({**GOOD, "group": 1}),
 }
 
 
@@ -694,7 +679,7 @@ def test_an_absurd_claim_is_named_once_and_ignored(path: Path, content: str, cap
     assert caplog.messages[0].isprintable()
 
 
-@pytest.mark.parametrize("requested", [0, 10**12, "1"])
+@pytest.mark.parametrize("requested", [0, "1"])
 def test_an_absurd_wish_holds_nobody_up(path: Path, requested: object, caplog: pytest.LogCaptureFixture) -> None:
     record = json.dumps({"uuids": ["GPU-a"], "requested": requested, "pid": 1, "number": 999999999999})
     with planted(path, record.encode(), "wait"), open_ledger(str(path)) as ledger:
@@ -739,7 +724,7 @@ def test_the_records_read_of_one_user_are_limited(path: Path, monkeypatch: pytes
     assert len(kinds(path)) == 3
 
 
-@pytest.mark.parametrize("kind", ["folder", "dangling link", "link to a file", "link to a claim", "pipe"])
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
 def test_a_trap_instead_of_a_record_does_no_harm(path: Path, tmp_path: Path, kind: str) -> None:
     victim = tmp_path / "victim"
     victim.write_text(json.dumps(GOOD))
@@ -752,19 +737,16 @@ def test_a_trap_instead_of_a_record_does_no_harm(path: Path, tmp_path: Path, kin
         elif kind == "folder":
             trap.mkdir()
         else:
-            targets = {"link to a file": victim, "link to a claim": next(path.glob("*.json"), None)}
-            trap.symlink_to(targets.get(kind) or tmp_path / "nothing")
+            trap.symlink_to(victim)
         assert kinds(path) == ["whole"]
         trap.rmdir() if kind == "folder" else trap.unlink()
     mine.release()
     assert json.loads(victim.read_text()) == GOOD
-    assert not (tmp_path / "nothing").exists()
 
 
 # A shell command that makes the folder $0, the words of the refusal, and whether the claims of others are unknown then.
 UNUSABLE = {
     "symlink": ("mkdir $0-2 && ln -s $0-2 $0", "it is a symbolic link, which is not followed. Remove it", True),
-    "file": ("touch $0", "it is not a folder. Remove it", True),
     "not-sticky": ("mkdir -m 777 $0", "lets users remove the files of others. Its owner root or .* chmod 1777", True),
     "private": ("mkdir -m 700 $0", "you may not read it. Its owner root or an administrator .*chmod 1777", True),
     "not-searchable": ("mkdir -m 744 $0", "you may not read its files. Its owner root .*chmod 1777", True),

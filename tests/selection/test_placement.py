@@ -14,10 +14,6 @@ import pytest
 from fake_driver import Driver, gpu
 from launched_jobs import PLACE, by_hand, live_claims, mpirun, said, slurm, torchrun
 
-from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.selection.placement import place
-from lightning_gpu_tools.selection.ranking import Request
-
 STAY = "\nsys.stdin.read()"
 BY_ARGUMENT = f"""
 devices = sys.argv[1] if sys.argv[1] == "auto" else int(sys.argv[1])
@@ -137,14 +133,3 @@ def test_with_the_package_that_lightning_needs_all_processes_share(
     (tmp_path / f"{package}.py").touch()  # as if it were installed
     assert placed(driver, script(BY_ARGUMENT), ranks, "2") == [[3, 2], [3, 2]]
     assert capfd.readouterr().err == ""
-
-
-def test_named_devices_need_no_claims_to_agree_on(
-    driver: Driver, claims_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    claims_dir.touch()  # no folder
-    for name, value in torchrun(1).items():
-        monkeypatch.setenv(name, value)
-    assert place([1, 3], Request(), list) == [1, 3]
-    with pytest.raises(ClaimsError, match="cannot be used"):
-        place(2, Request(), list)

@@ -56,7 +56,6 @@ def names(driver: Driver, answer: subprocess.CompletedProcess[str]) -> list[str]
 def test_a_card_without_code_is_never_picked(driver: Driver, run_cli: RunCli, install_torch: Any) -> None:
     install_torch(CU126)
     assert names(driver, run_cli("pick")) == ["NVIDIA A100-PCIE-40GB"]
-    assert names(driver, run_cli("pick", "--min-free", "8GiB")) == ["NVIDIA A100-PCIE-40GB"]
     refused = run_cli("pick", "-n", "2")
     assert (refused.returncode, refused.stdout) == (3, "")
     assert "compute capability 3.7; the installed torch 2.6.0+cu126 has code for 5.0, 6.0, 7.0, 7.5," in refused.stderr
@@ -66,14 +65,11 @@ def test_a_card_without_code_is_never_picked(driver: Driver, run_cli: RunCli, in
     assert shown.count("cannot be used: compute capability 3.") == 2
 
 
-@pytest.mark.parametrize(
-    ("codes", "cuda"), [(CU126, None), (None, "12.6"), ("", "12.6")], ids=["cpu-build", "no-library", "unknown-library"]
-)
+@pytest.mark.parametrize(("codes", "cuda"), [(CU126, None), ("", "12.6")], ids=["cpu-build", "unknown-library"])
 def test_an_unknown_build_refuses_nothing_and_old_cards_come_last(
     driver: Driver, run_cli: RunCli, install_torch: Any, codes: str | None, cuda: str | None
 ) -> None:
     install_torch(codes, cuda)
-    assert names(driver, run_cli("pick")) == ["NVIDIA A100-PCIE-40GB"]
     assert names(driver, run_cli("pick", "-n", "3")) == [driver.gpus[index].name for index in (0, 2, 1)]
     assert run_cli("gpus").stdout.count("picked last: its compute") == 2
 
