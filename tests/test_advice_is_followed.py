@@ -46,6 +46,7 @@ _EXCEPTIONS = {
     "no_sync() in 3 of 4 batches": "a part of the message of communication",
     "(CUDA graphs)": "compiled kernels compute nothing on simulated GPUs",
     "TORCH_DISTRIBUTED_DEBUG=DETAIL": "what torch and NCCL print of a network that does not respond",
+    "Fetch the file: git lfs pull": "needs Git LFS and a server",
     "nvidia-smi -q -d PERFORMANCE": "needs a hot GPU",
     "(nvidia-smi -pl) steadies the clocks": "needs a hot GPU",
     "Check nvidia-smi dmon": "needs a MIG instance",

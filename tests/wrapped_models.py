@@ -54,11 +54,7 @@ WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DataParallel": nn.DataParallel,
     "compile": compiled,
     "compile(DataParallel)": lambda net: compiled(nn.DataParallel(net)),
-    "DataParallel(compile(DataParallel))": lambda net: nn.DataParallel(compiled(nn.DataParallel(net))),
-    "AveragedModel": AveragedModel,
     "AveragedModel(DataParallel)": lambda net: AveragedModel(nn.DataParallel(net)),
-    "System": System,
-    "compile(System(DataParallel))": lambda net: compiled(System(nn.DataParallel(net))),
     "DataParallel(System(compile))": lambda net: nn.DataParallel(System(compiled(net))),
 }
 

@@ -18,31 +18,22 @@ from gpu_cases import cold_cache
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import (
     COPIES,
-    GIB,
     LOADER,
     NO_WORKERS,
     STEP,
     WAITS,
     a_host,
-    capped,
     cpu_run,
     gpu_run,
-    on_hopper,
-    ranks,
     watched,
 )
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.idle_in_step import idle_in_step
 from lightning_gpu_tools.advice.idle_time import idle_in_step_share
-from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.training.run_measurements import (
-    IdleTimes,
     LoadingFacts,
-    Recompiled,
     RunMeasurements,
-    SlowSteps,
     SourceLine,
-    StepTimes,
 )
 from lightning_gpu_tools.training.storage import Storage
 
@@ -71,26 +62,6 @@ def first(run: RunMeasurements) -> Finding:
     return diagnose(run).findings[0]
 
 
-NEIGHBOR = {"gpu": GpuWindow(others_memory_bytes=3 * GIB)}  # whose utilization the driver does not report
-BUSY = IdleTimes(samples=20, host_s={}, idle_s={}, seen={}, work_s={"forward": 0.048})
-ALIKE = {
-    "tiny, slow loader": (gpu_run({"training_step": 1, "data_loading": 3}, 12.0), ["data_loading"]),
-    "no room for a larger batch": (
-        gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=63),
-        ["unexplained"],
-    ),
-    "rarely capped": (gpu_run(STEP, 99.0, **capped(40.0, 70.0)), []),
-    "a small neighbor": (gpu_run(WAITS, 30.0, gpu=GpuWindow(others_memory_bytes=2**20)), ["data_loading"]),
-    "perhaps an idle neighbor": (gpu_run(WAITS, 30.0, **NEIGHBOR), ["data_loading", "shared_gpu"]),
-    "a neighbor beside own work": (gpu_run(STEP, 97.0, **NEIGHBOR, gpu_idle=BUSY), []),
-}
-
-
-@pytest.mark.parametrize(("run", "causes"), ALIKE.values(), ids=ALIKE)
-def test_a_run_that_resembles_a_cause_has_another_or_none(run: RunMeasurements, causes: list[str]) -> None:
-    assert [finding.cause for finding in diagnose(run).findings] == causes
-
-
 @pytest.mark.parametrize(
     ("options", "advised", "not_advised"),
     [
@@ -106,39 +77,22 @@ def test_a_change_that_is_made_already_is_not_advised(options: dict[str, Any], a
     assert not_advised not in finding.advice
 
 
-def test_slow_steps_that_compile_again_are_one_finding() -> None:
-    slow = SlowSteps(phase="training_step/forward", count=5, seconds=6.0, excess_s=5.8, steps=(31, 52, 83, 101, 145))
-    times = StepTimes(count=180, seconds=14.0, p50_s=0.05, p95_s=0.05, max_s=1.2, slow=(slow,))
-    again = Recompiled(file="train.py", line=41, function="forward", count=5, seconds=5.5)
-    steps = gpu_run(STEP, None, on_gpu=False, step_times=times)
-    assert [one.cause for one in diagnose(steps).findings] == ["slow_steps"]
-    assert [one.cause for one in diagnose(dataclasses.replace(steps, recompiled=(again,))).findings] == [
-        "recompilation"
-    ]
-
-
 @pytest.mark.parametrize(
     ("run", "words"),
     [
         (gpu_run(**COPIES, **workers(4)), "Set DataLoader(pin_memory=True) (now False)"),
         (gpu_run(**COPIES), "uint8"),
-        (gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(7, 5))), "overflow"),
         (spending("logging/A", log_every_n_steps=10), "log_every_n_steps=1000)"),
         (spending("callback/StepLR.step"), '"frequency": 200'),
-        (spending("callback/LitModel.optimizer_step"), "it runs in every step"),
         (spending("callback/A"), "do its work only in every 200th step."),
-        (spending("callback/LitModel.on_after_backward"), "return early from it, except in every 200th"),
-        (spending("callback/LitModel.on_train_epoch_end"), "make epochs longer."),
         (validated(5, validation_batches=800), "Use less validation data: Trainer(limit_val_batches=4)."),
         (validated(5, validation_batches=20), "Make validation_step faster."),
         (validated(5, **restarting(0.6)), "persistent_workers=True) (now 4, False)."),
-        (validated(5, **restarting(0.4)), "Use less validation data"),
         (
             validated(5, validation_loaders=(NO_WORKERS,), validation_wait_s=3.0),
             "num_workers=3, persistent_workers=True)",
         ),
         (validated(20, epochs=20, epoch_steps=10), "check_val_every_n_epoch=10)"),  # more would be too rare
-        (validated(20, epochs=19, epoch_steps=10), "Use less validation data"),
         (validated(2.5, validations=20, epochs=2, epoch_steps=100), "val_check_interval=50)"),
     ],
 )
@@ -168,15 +122,6 @@ def test_idle_time_in_a_step_goes_to_one_reason_or_two(
     assert not (idle.launches and idle.host_work)
     assert idle.syncs <= utilization / 100 + 1e-9  # a GPU that is idle is not waited for
     assert line is not None or not idle.syncs
-
-
-def test_a_phase_is_blamed_only_if_it_covers_most() -> None:
-    quick = {"data_loading": 0.001, "forward": 0.010}
-    finding = first(gpu_run(STEP, 99.0, **ranks(quick, {"data_loading": 0.014, "forward": 0.022})))
-    assert "phase" not in finding.evidence
-    assert "No single phase" in finding.advice
-    finding = first(gpu_run(STEP, 99.0, **ranks(quick, {**quick, "data_loading": 0.026})))
-    assert (finding.evidence["phase"], finding.evidence["node"]) == ("data_loading", 0)
 
 
 # --- loading -----------------------------------------------------------------------------------------------------
@@ -228,19 +173,6 @@ def test_workers_that_hardly_help_are_not_advised(cores: float, step_cores: floa
     assert "Without this wait: 4.0x." in diagnose(run).next_step
 
 
-def test_workers_that_wait_for_storage_are_multiplied_beyond_the_cores() -> None:
-    finding = first(cpu_run(WAITS, **workers(3), host=a_host(2), worker_cpu_s_per_batch=0.002))
-    assert finding.evidence["kind"] == "too_few_workers"
-    assert "DataLoader(..., num_workers=14) (now 3)" in finding.advice
-    assert "Ignore torch's warning about too many workers: they wait 98% of the time" in finding.advice
-
-
-def test_a_full_shared_memory_is_to_be_enlarged() -> None:
-    run = cpu_run(WAITS, **workers(2), host=a_host(shm_free_bytes=2**26), batch_bytes=2**24)
-    assert "--shm-size" in first(run).advice
-    assert "now 2" in first(run).advice
-
-
 def test_a_loader_of_another_kind_gets_no_settings() -> None:
     finding = first(cpu_run(WAITS, loader=None))
     assert "kind" not in finding.evidence
@@ -249,14 +181,12 @@ def test_a_loader_of_another_kind_gets_no_settings() -> None:
 
 SLOW_WORKER = LoadingFacts(long_waits=30, ready_out_of_order_share=0.8)
 ON_STORAGE = LoadingFacts(samples=50, storage_wait_share=0.6)
-COLD = LoadingFacts(early_storage_bytes_per_batch=8e6, late_storage_bytes_per_batch=1e5)
 
 
 @pytest.mark.parametrize(
     ("loading", "cpu_s", "kind", "words"),
     [
         (ON_STORAGE, 0.15, "too_few_workers", "num_workers="),  # computing for most of the time
-        (COLD, None, "too_few_workers", "num_workers="),  # and it stays slow
         (SLOW_WORKER, None, "slow_worker", "prefetch_factor=4 (now 2)"),
         (dataclasses.replace(SLOW_WORKER, ready_out_of_order_share=0.2), None, "too_few_workers", "num_workers="),
         (LoadingFacts(samples=50, runnable_share=0.9, delayed_share=0.3), None, "cpu_bound", "More workers will not"),
@@ -271,18 +201,11 @@ def test_the_kind_follows_from_what_the_workers_do(
     assert words in finding.advice
 
 
-def test_a_process_busy_with_unpacking_needs_no_more_workers() -> None:
-    finding = first(gpu_run(WAITS, 25.0, load_cpu_ms=24))
-    assert finding.evidence["kind"] == "main_process"
-    assert "more workers will not help" in finding.advice
-
-
 @pytest.mark.parametrize(
     ("change", "verdict"),
     [
         ({"load_cpu_ms": 3.2}, "healthy"),  # the time it takes to receive a batch
         ({"loading": LoadingFacts(ready_share=1.0)}, "healthy"),
-        ({"loading": LoadingFacts(ready_share=0.5)}, "low"),
         ({}, "low"),
     ],
 )
@@ -297,14 +220,6 @@ def test_a_short_wait_for_what_lies_ready_is_no_finding(change: dict[str, Any], 
 def test_validation_counts_only_with_an_idle_gpu(busy: float, causes: list[str]) -> None:
     run = cpu_run({"training_step": 60, "validation": 30}, validation_utilization_percent=busy)
     assert [finding.cause for finding in diagnose(run).findings] == causes
-
-
-@pytest.mark.parametrize(("workers", "persistent", "advised"), [(0, False, False), (2, True, False), (2, False, True)])
-def test_persistent_workers_are_advised_only_where_workers_end(workers: int, persistent: bool, advised: bool) -> None:
-    loader = dataclasses.replace(LOADER, num_workers=workers, persistent_workers=persistent)
-    finding = first(gpu_run({"epoch_start": 20, "training_step": 5}, utilization_percent=20.0, loader=loader))
-    assert finding.cause == "epoch_start"
-    assert ("persistent_workers=True" in finding.advice) is advised
 
 
 # --- storage -----------------------------------------------------------------------------------------------------
@@ -341,20 +256,3 @@ def test_memory_is_not_blamed_for_slow_storage() -> None:
     assert "first one, copy the data to a local disk" in first(run).advice
     assert "copy the data" not in first(dataclasses.replace(run, storage=DISK)).advice
     assert first(dataclasses.replace(run, storage=MEMORY)).evidence["kind"] != "cold_cache"
-
-
-@pytest.mark.parametrize(
-    ("storage", "words"),
-    [
-        (None, "[AsyncCheckpointIO(PortableCheckpointIO())])."),
-        (
-            NFS,
-            "Their folder /data/set is on nfs4, a network file system. Saving to a local disk and copying them later "
-            "may be faster.",
-        ),
-    ],
-)
-def test_the_folder_of_slow_checkpoints_is_named(storage: Storage | None, words: str) -> None:
-    finding = first(cpu_run({"checkpoint": 30, "training_step": 70}, checkpoint_storage=storage))
-    assert finding.advice.endswith(words)
-    assert finding.evidence.get("file_system") == (storage and storage.file_system)

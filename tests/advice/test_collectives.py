@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from lightning_gpu_tools.advice.collectives import collective_of, hanging_call
+from lightning_gpu_tools.advice.collectives import collective_of
 from lightning_gpu_tools.advice.diagnosis import explain_stall
 from lightning_gpu_tools.advice.examples import a_rank, a_stack, a_stall
 from lightning_gpu_tools.advice.findings import Finding
@@ -80,24 +78,3 @@ def test_the_collective_of_a_rank(
     stack: tuple[str, ...], phase: str, groups: tuple[GroupCalls, ...], collective: str | None
 ) -> None:
     assert collective_of(a_stack(*stack), phase, groups) == collective
-
-
-PROGRAM = st.lists(st.sampled_from([REDUCE, BROADCAST, "barrier"]), min_size=1, max_size=8)
-
-
-@given(PROGRAM, st.data())
-def test_of_ranks_that_run_the_same_program_those_behind_are_missing(program: list[str], data: st.DataObject) -> None:
-    steps = data.draw(st.lists(st.integers(1, len(program)), min_size=2, max_size=5))
-    done = min(steps)
-    ranks = [
-        a_rank(rank, *(Call(number + 1, program[number], number < done) for number in range(step)))
-        for rank, step in enumerate(steps)
-    ]
-    for found in (hanging_call(ranks), hanging_call(data.draw(st.permutations(ranks)))):
-        if max(steps) == done:
-            assert found is None
-        else:
-            assert found is not None
-            assert not found.differs
-            assert found.number == done + 1
-            assert found.missing == [rank for rank, step in enumerate(steps) if step == done]

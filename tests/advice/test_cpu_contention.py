@@ -38,12 +38,6 @@ USERS = {
         r"per step; other programs keep 1.2 of 2 cores busy, eve's train\x1b[31m 1.1 of them)",
         "Next: Stop the other programs, or use a machine with free cores.",
     ),
-    "threads on the cores of others": (
-        contended(others=1.2, workers=0, runnable_threads=2.0),
-        "other_programs",
-        "this job has 2.0 runnable threads on 2 cores, and other programs keep 1.2 of 2 cores busy)",
-        "Next: Use fewer threads: torch.set_num_threads(1) (now 2). Stop the other programs",
-    ),
     "children": (
         contended(others=0.8, children=SIMULATORS, other=EVE),
         "own_children",
@@ -70,7 +64,6 @@ USERS = {
         "this job has 5.2 runnable threads on 2 cores)",
         "Or give it more of the 64 cores: sbatch --cpus-per-task, docker run --cpus, taskset.",
     ),
-    "unknown": (contended(workers=0, torch_threads=1, runnable_threads=1.4), "own_threads", "1.4", "py-spy dump"),
 }
 
 

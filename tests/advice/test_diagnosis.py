@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import LOADER, a_block, cpu_run, gpu_run, sampled_idle
+from lightning_gpu_tools.advice.examples import a_block, cpu_run, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import MIN_CEILING
 from lightning_gpu_tools.advice.idle_time import idle_share, lost_share, without_warm_up
 from lightning_gpu_tools.training.run_measurements import (
     LoaderSettings,
-    LoadingFacts,
     RunMeasurements,
     StepBlock,
 )
@@ -33,7 +32,6 @@ def waiting(wait_ms: float, rest_ms: float = 10.0) -> dict[str, float]:
     [
         (49, 200, "too_short", "lower min_steps of"),
         (50, 99, "too_short", "lower min_seconds of"),
-        (49, 99, "too_short", "lower min_steps and min_seconds of"),
         (50, 101, "healthy", "No change"),
     ],
 )
@@ -67,8 +65,8 @@ def spans(*seconds: float, phase: str) -> dict[str, Any]:
     return {"spans": [PhaseSpan(end_s, end_s, part, 10) for end_s, part in zip(ends, parts, strict=True)]}
 
 
-@pytest.mark.parametrize("phase", ["callback", "logging", "checkpoint", "epoch_start", "garbage_collection"])
-@pytest.mark.parametrize(("events", "verdict"), [(1, "healthy"), (3, "healthy"), (8, "low")])
+@pytest.mark.parametrize("phase", ["callback", "garbage_collection"])
+@pytest.mark.parametrize(("events", "verdict"), [(3, "healthy"), (8, "low")])
 def test_an_accident_decides_no_verdict(phase: str, events: int, verdict: str) -> None:
     run = cpu_run({"training_step": 80, phase: 20}, **spans(*[4 / events] * events, phase=phase))
     diagnosis = diagnose(run)
@@ -84,23 +82,13 @@ def test_an_accident_decides_no_verdict(phase: str, events: int, verdict: str) -
             "Waiting for data takes 47% of the wall time, but it is 900 µs per step, too little",
         ),
         (
-            cpu_run(waiting(2.0, 4.0), loader=LOADER, loading=LoadingFacts(ready_share=0.95)),
-            "33% of the wall time, but it is 2 ms per step, about the time to receive a ready batch.",
-        ),
-        (cpu_run({"training_step": 20, "validation": 5}), "Validation takes 20% of the wall time, but less than 25%"),
-        (
             cpu_run({"training_step": 20, "validation": 20}, validations=1),
             "Validation takes 50% of the wall time, but the run has only one.",
-        ),
-        (
-            cpu_run({"training_step": 80, "callback/A": 4, "callback/B": 4, "callback/C": 4}),
-            "13% of the wall time, but removing one part of it makes training less than 5% faster.",
         ),
         (
             gpu_run({"callback/A": 10, "training_step": 40}, 80.0),
             "The callback A takes 20% of the wall time (10 ms per step), but a GPU that is busy 70% of the time is",
         ),
-        (cpu_run({"training_step": 2, "trainer": 0.9}), "Trainer overhead takes 31%"),
         (dataclasses.replace(cpu_run(waiting(9)), blocks=[a_block(waiting(0.1), 1000)] * 6), "waits only 100 µs"),
         (cpu_run(waiting(0)), "Nothing on the host slows training down."),
     ],
@@ -138,7 +126,6 @@ def test_epochs_too_short_for_a_steady_step_are_reported() -> None:
         ({"unexplained": 1.2}, "unexplained"),
         ({"unexplained": 1.0}, None),
         ({"trainer": 2.4}, "trainer"),  # 1 ms of it is usual
-        ({"trainer": 2.0}, None),
         ({"unexplained": 0.9, "callback/A": 3.0}, None),
     ],
 )

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import LOADER, STEP, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION
-from lightning_gpu_tools.advice.lines import MIN_SAMPLES, seen_in, top_line_sentence, top_source_lines, worth_reporting
+from lightning_gpu_tools.advice.lines import top_line_sentence, top_source_lines
 from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import SourceLine
 
@@ -23,35 +20,6 @@ def seen(phase: str, samples: int, line: int = 41, **options: Any) -> SourceLine
     return SourceLine(
         **{"phase": phase, "file": "data.py", "line": line, "function": "decode", "samples": samples, **options}
     )
-
-
-LINES = st.lists(
-    st.builds(
-        SourceLine,
-        phase=st.sampled_from(["data_loading", "callback/A", "callback/B", "worker"]),
-        file=st.sampled_from(["a.py", "b.py", "torch/c.py"]),
-        line=st.integers(1, 3),
-        function=st.just("f"),
-        samples=st.integers(0, 50),
-    )
-)
-
-
-@given(LINES, st.sets(st.sampled_from(["data_loading", "callback", "callback/A", "worker"])))
-def test_shares_add_up_and_come_most_frequent_first(lines: list[SourceLine], phases: set[str]) -> None:
-    shares = [one.share for one in seen_in(lines, *phases)]
-    assert shares == sorted(shares, reverse=True)
-    assert not shares or math.isclose(sum(shares), 1.0)
-
-
-@given(LINES)
-def test_few_lines_are_named_and_none_that_takes_little(lines: list[SourceLine]) -> None:
-    found = seen_in(lines, "callback")
-    named = worth_reporting(found)
-    assert named == found[: len(named)]
-    assert len(named) <= 3
-    assert all(one.share >= 0.1 for one in named)
-    assert not named or sum(one.samples for one in found) >= MIN_SAMPLES
 
 
 def test_a_line_of_a_framework_is_no_advice() -> None:
@@ -72,9 +40,7 @@ def test_a_name_of_another_user_reaches_no_terminal_raw() -> None:
         (DATA_LOADING, WAITS, {}, "data_loading"),
         (IN_WORKER, WAITS, {"loader": replace(LOADER, num_workers=1), "worker_cpu_s_per_batch": 0.04}, "data_loading"),
         ("callback/A", {"callback/A": 20, "training_step": 20}, {}, "callback"),
-        ("garbage_collection", {"garbage_collection": 10, "training_step": 20}, {}, "garbage_collection"),
         ("unexplained", {"unexplained": 20, "training_step": 20}, {}, "unexplained"),
-        ("trainer", {"trainer": 20, "training_step": 20}, {}, "unexplained"),
     ],
 )
 def test_a_finding_on_the_host_names_its_line(

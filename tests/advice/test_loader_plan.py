@@ -1,11 +1,8 @@
 """The number of workers that a loader needs, and limits of the host."""
 
 import dataclasses
-import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import GIB, NO_WORKERS, a_host, gpu_run
@@ -73,36 +70,6 @@ def test_batches_must_fit_into_shared_memory() -> None:
     planned = plan(0.080, 0.010, docker_default, batch_bytes=10 * 2**20)
     assert (planned.settings.num_workers, planned.limited_by) == (2, "shm")
     assert plan(0.080, 0.010, docker_default, batch_bytes=GIB).settings.num_workers == 0
-
-
-@given(
-    st.floats(1e-4, 10),
-    st.floats(1e-4, 10),
-    st.floats(0.1, 256),
-    st.one_of(st.none(), st.floats(0, 1)),
-    st.one_of(st.none(), st.integers(1, GIB)),
-    st.integers(1, 16),
-    st.floats(0, 256),
-)
-def test_no_plan_exceeds_what_step_and_host_can_use(
-    load_s: float,
-    step_s: float,
-    cores: float,
-    cpu_share: float | None,
-    batch_bytes: int | None,
-    ranks: int,
-    step_cores: float,
-) -> None:
-    budget = a_host(cores, local_ranks=ranks)
-    cpu_s = None if cpu_share is None else cpu_share * load_s
-    planned = plan(load_s, step_s, budget, cpu_s=cpu_s, batch_bytes=batch_bytes, step_cores=step_cores)
-    workers = planned.settings.num_workers
-    assert 0 <= workers <= max(planned.workers_needed, math.ceil(cores / ranks))
-    assert planned.step_s <= load_s + step_s or planned.limited_by == "cores"
-    assert planned.step_s >= step_s
-    if batch_bytes:
-        assert workers * 2 * batch_bytes * ranks <= 32 * GIB
-    assert planned.settings.persistent_workers == (workers > 0)
 
 
 FOUND = dataclasses.replace(NO_WORKERS, num_workers=4, prefetch_factor=2)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from out_of_memory_texts import GIB, MIB, torch_text
 
 from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.memory.out_of_memory import OutOfMemory, out_of_memory, parse
 from lightning_gpu_tools.memory.readings import MemoryReading
 
+MIB, GIB = 2**20, 2**30
 HINT = " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 # The Tesla T4 of many bug reports.
 WHOLE = (
@@ -44,26 +44,6 @@ def test_every_field_of_torchs_message_is_read() -> None:
     )
 
 
-sizes = st.integers(0, 200 * GIB)
-
-
-@given(st.lists(sizes, min_size=4, max_size=4), st.none() | sizes, st.dictionaries(st.integers(1, 2**22), sizes))
-def test_sizes_that_torch_writes_are_read(four: list[int], process_bytes: int | None, others: dict[int, int]) -> None:
-    requested, free, allocated, cached = four
-    # Without a number of its own in the message, a process as large as torch's memory is this one.
-    own = 2 * (allocated + cached) if process_bytes is None else process_bytes
-    others = {pid: min(size, (allocated + cached) // 2) for pid, size in others.items()}
-    listed = {**others, 2**23: own} if process_bytes is None else others
-    found = parse(torch_text(requested, 200 * GIB, free, allocated, cached, process_bytes, listed))
-    assert found is not None
-    assert found.reading is not None
-    in_tensors, reserved = found.reading.allocated_bytes, found.reading.reserved_bytes
-    read = (found.requested_bytes, found.free_bytes, in_tensors, reserved - in_tensors)
-    for value, true in zip(read, four, strict=True):
-        assert value == pytest.approx(true, rel=0.006, abs=1024)  # two decimals
-    assert {one.pid for one in found.others} == set(others) or allocated + cached < 1024
-
-
 MESSAGES = {
     "WSL: 2^64 is no size, and more is allocated than there is": (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 8.00 GiB of which 0 bytes "
@@ -71,7 +51,6 @@ MESSAGES = {
         "allocated memory 9.00 GiB is allocated by PyTorch, and 512 bytes is reserved by PyTorch but unallocated.",
         {"free_bytes": 0, "reading": held(9 * GIB, 512), "others": ()},
     ),
-    "ROCm": ("HIP out of memory. Tried to allocate 1.00 GiB. GPU 0 has a", {"requested_bytes": GIB}),
     "cudaMallocAsync": (
         "Allocation on device 0 would exceed allowed memory. (out of memory)\n"
         "Currently allocated     : 9.50 GiB\nRequested               : 640.00 MiB\n"
@@ -89,13 +68,7 @@ MESSAGES = {
         "CUDA out of memory. Allocation of 3.00 GiB on GPU 0 was preemptively rejected by per_process_memory_fraction",
         {"requested_bytes": 3 * GIB},
     ),
-    "2.14": (
-        "CUDA out of memory. Allocation was preemptively rejected because it would exceed per_process_memory_fraction "
-        "limit. Requested size: 3.00 GiB",
-        {"requested_bytes": 3 * GIB},
-    ),
     "cuBLAS": ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", {"name": "cuBLAS"}),
-    "cuDNN": ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", {"name": "cuDNN"}),
     "NCCL": (
         "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA "
         "function failed.\nLast error:\nCuda failure 2 'out of memory'",
@@ -116,7 +89,6 @@ MESSAGES = {
         "DataLoader worker (pid(s) 17, 18) exited unexpectedly",
         {"source": "host", "is_certain": False, "workers": (17, 18)},
     ),
-    "a worker that was killed": ("DataLoader worker (pid 17) is killed by signal: Killed. ", {"workers": (17,)}),
 }
 
 
@@ -156,10 +128,8 @@ def test_an_error_is_followed_to_what_it_was_raised_from(fail: Callable[[], None
     [
         (MemoryError("Unable to allocate 7.45 GiB for an array with shape (1000000000,)"), "host"),
         (OSError(12, "Cannot allocate memory"), "host"),
-        (ConnectionResetError(104, "Connection reset by peer"), "host"),
         (torch.OutOfMemoryError("words of a later version"), "allocator"),
         (ValueError(f"the log says: {WHOLE}"), None),
-        (RuntimeError("Unable to allocate a port for the server"), None),
         (RuntimeError("NCCL error: Call to ibv_reg_mr failed: Cannot allocate memory"), None),
     ],
 )

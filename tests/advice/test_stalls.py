@@ -123,19 +123,9 @@ WORKERS = (ProcessFacts(100, waits_for="lock", stack=a_stack("train.py:decode"))
             "Worker 1 (PID 101) of 2 computes (90% of a core). It has to deliver the next batch.",
         ),
         (
-            {"workers": (WORKERS[0], ProcessFacts(101, "Z"))},
-            "blocked_worker",
-            "Worker 1 (PID 101) of 2 has exited, and training waits for its batch.",
-        ),
-        (
             {"workers": (ProcessFacts(100, "D", "storage", "/nfs/x"), ProcessFacts(101))},
             "storage",
             "Worker 0 (PID 100) waits for storage (/nfs/x).",
-        ),
-        (
-            {"workers": (), "process": ProcessFacts(1, stack=a_stack("train.py:read", "lib/x.py:get"))},
-            "dataset",
-            "The training process itself loads data, and waits in read (train.py:7).",
         ),
         ({"phase": "callback/\x1b[31mA", "workers": ()}, "code", "The training process waits in wait (train.py:7)."),
     ],
@@ -154,7 +144,6 @@ LOADS = a_rank(1, phase=DATA_LOADING, why="It waits in __getitem__ (data.py:12).
     ("rank", "why"),
     [
         (LOADS, "All ranks wait for rank 1, at step 5, while waiting for data. It waits in __getitem__ (data.py:12)."),
-        (a_rank(1, ended="completed"), "Rank 1 finished training after 5 steps; rank 0 waits for it."),
         (
             a_rank(1, ended="stopped by SystemExit at step 3"),
             "Rank 1 stopped training at step 5 (stopped by SystemExit at step 3); rank 0 waits for it.",
@@ -170,16 +159,6 @@ def test_the_rank_that_all_wait_for_is_named(rank: RankFacts, why: str) -> None:
     assert (found.cause, found.evidence.get("rank"), found.why) == ("rank_behind", 1, why)
     assert found.advice
     assert explain_stall(a_stall(FORWARD, rank)).cause == "code"  # alone
-
-
-def test_ranks_that_wait_in_different_places_without_a_record() -> None:
-    saves = a_rank(1, waits_in="barrier", line=" in save (train.py:9)", step=6)
-    found = explain_stall(a_stall(FORWARD, WAITS, saves))
-    assert (found.cause, found.evidence.get("rank")) == ("collective", None)
-    assert found.why == (
-        "Ranks wait for each other in different calls: rank 0 in all_reduce in training_step (train.py:7) at step 5; "
-        "rank 1 in barrier in save (train.py:9) at step 6."
-    )
 
 
 def test_uneven_batches_come_before_the_calls_that_differ_for_it() -> None:

@@ -159,7 +159,6 @@ def test_variables_commands_classes_and_options_in_advice_exist() -> None:
             "the prediction step: Trainer(profiler='pytorch', limit_predict_batches=50).",
         ),
         (cpu_run(STEP), "Nothing on the host slows prediction down"),
-        (waiting_ranks("backward"), "Pass on_step=False to self.log to synchronize less often"),
     ],
 )
 def test_a_prediction_reads_what_it_can_follow(run: RunMeasurements, words: str) -> None:
@@ -170,8 +169,6 @@ def test_a_prediction_reads_what_it_can_follow(run: RunMeasurements, words: str)
     ("run", "words"),
     [
         (work("callback/code after optimizer.step()"), 'The phase "code after optimizer.step()" takes 80%'),
-        (work("logging"), "Logging takes 80%"),
-        (work("callback/my.step"), "Run my.step 200 times less often"),
         (cpu_run(WAITS), "find_loader_settings(loader, step_time_s=...) finds them."),
     ],
 )

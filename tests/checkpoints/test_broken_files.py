@@ -1,6 +1,5 @@
 """Broken files: each gets an error in words that says what to do, and damage never changes what is loaded."""
 
-import json
 import os
 import random
 import struct
@@ -40,7 +39,6 @@ CONTRADICTION = "its description and its contents do not match"
 FAULTS = {
     "empty": (b"", "is empty.*disk was full"),
     "cut in the middle": (GOOD[: len(GOOD) // 2], "is cut short: .*index.*is missing.*interrupted"),
-    "cut legacy file": (LEGACY[: len(LEGACY) // 2], CONTRADICTION),
     "safetensors cut in its header": (struct.pack("<Q", 5000) + b'{"a":', CONTRADICTION),
     "safetensors of another type": (
         safetensors({"a": {"dtype": "F6_E2M3", "shape": [1], "data_offsets": [0, 1]}}),
@@ -88,7 +86,6 @@ def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:
     [
         (".metadata", "is damaged: its .metadata does not describe a checkpoint"),
         ("__0_0.distcp", "without .metadata, which is written last.*save was interrupted"),
-        ("latest", "is a folder without shards of a checkpoint"),
         ("epoch=1.ckpt", r"last\.ckpt/epoch=1\.ckpt is empty"),
     ],
 )
@@ -122,18 +119,9 @@ def with_folders() -> bytes:
     return zipped([("archive/", b""), ("archive/data/", b""), *sorted(records_of(GOOD))])
 
 
-def without_checksums() -> bytes:
-    torch.serialization.set_crc32_options(False)
-    try:
-        return saved(CONTENT)
-    finally:
-        torch.serialization.set_crc32_options(True)
-
-
 SOUND: dict[str, bytes] = {
     "torch.save": GOOD,
     "zip -0 -r": with_folders(),
-    "no checksums": without_checksums(),
 }
 
 
@@ -225,11 +213,8 @@ def entry(start: int, end: int, shape: object, dtype: str = "F32") -> dict[str, 
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
-ONE = json.dumps(entry(0, 4, [1])).encode()
 HEADERS = {
     "an overlap": safetensors({"a": entry(0, 4, [1]), "b": entry(0, 4, [1])}, bytes(4)),
-    "a shape that does not fit": safetensors({"a": entry(0, 4, [2])}, bytes(4)),
-    "a name twice": safetensors(b'{"a":%s,"a":%s}' % (ONE, ONE), bytes(4)),
     "a header nested deep": safetensors(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "no elements, but sizes beyond 64 bits": safetensors({"a": entry(0, 0, [2**62, 2**62, 0])}),
 }

@@ -77,30 +77,6 @@ def test_what_a_zip_program_has_made_is_zipped_again(
     assert torch.equal(model.weight, WEIGHTS["weight"])
 
 
-@pytest.mark.follows("Fetch the file: git lfs pull")
-def test_a_git_lfs_pointer_is_fetched_as_advised(tmp_path: Path) -> None:
-    if not shutil.which("git-lfs"):
-        pytest.skip("git-lfs is not installed")
-
-    def git(where: Path, *arguments: str) -> None:
-        environment = {**os.environ, "GIT_LFS_SKIP_SMUDGE": "1", "HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1"}
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
-        subprocess.run(command, cwd=where, check=True, capture_output=True, env=environment)
-
-    source, path = tmp_path / "source", tmp_path / "clone" / "m.pt"
-    source.mkdir()
-    git(source, "lfs", "install")
-    git(source, "init")
-    git(source, "lfs", "track", "*.pt")
-    (source / "m.pt").write_bytes(saved(WEIGHTS))
-    git(source, "add", ".")
-    git(source, "commit", "-m", "weights")
-    git(tmp_path, "clone", str(source), "clone")
-    command = re.search(r"is a Git LFS pointer, .*: (git lfs pull)$", refused(path))
-    subprocess.run(command[1], shell=True, cwd=path.parent, check=True, env={**os.environ, "HOME": str(tmp_path)})  # type: ignore[index]
-    assert load_weights(nn.Linear(3, 2), path).loaded
-
-
 def program(path: Path) -> None:
     torch.export.save(torch.export.export(nn.Linear(3, 2), (torch.ones(1, 3),)), path)
 
@@ -167,10 +143,12 @@ NAMED: dict[str, tuple[bytes | Callable[[Path], Any], str]] = {
     "m.pt.gz": (gzip.compress(saved(WEIGHTS)), "is compressed .gzip.*Unpack it"),
     "weights.h5": (hdf5, "is an HDF5 file, as Keras writes"),
     "model.onnx": (b"\x08\x08\x12\x07pytorch" + bytes(64), "is an ONNX model"),
-    "model.tflite": (b"\x1c\0\0\0TFL3" + bytes(64), "is a TFLite model. Use the checkpoint that it was exported from"),
+    "lfs.pt": (
+        b"version https://git-lfs.github.com/spec/v1\n",
+        "is a Git LFS pointer, .*: git lfs pull$",
+    ),
     "hf.bin": (b"Entry not found", 'is a text file, "Entry not found". .*download it again'),
     "page.pt": (b"\xef\xbb\xbf <HTML><body>Sign in", 'is a web page .*, "Sign in". Download the file itself'),
-    "error.pt": (b'{"error":"Repository not found"}', 'is a JSON file, "{"error":"Repository not found"}"'),
 }
 
 
@@ -193,7 +171,6 @@ def network() -> nn.Module:
 
 SCRIPTS: dict[str, Callable[[nn.Module, Path], Any]] = {
     "scripted": lambda model, path: torch.jit.script(model).save(path),
-    "traced": lambda model, path: torch.jit.trace(model, torch.zeros(1, 3, 8, 8)).save(path),
     "for mobile devices": lambda model, path: torch.jit.script(model)._save_for_lite_interpreter(str(path)),
 }
 

@@ -47,7 +47,6 @@ def test_an_index_names_files_of_its_own_folder_only(tmp_path: Path) -> None:
         (lambda weight_map: weight_map.update(d=SECOND), f"{SECOND} does not hold d"),
         (lambda weight_map: weight_map.pop("b"), "model-00001-of-00002.safetensors also holds b"),
         (lambda weight_map: weight_map.pop("c"), "lists only 1 of 2 shards"),
-        (lambda weight_map: weight_map.update(a=3), "is not an index of shards"),
     ],
 )
 def test_an_index_that_disagrees_with_its_shards_is_refused(edit: Any, message: str, tmp_path: Path) -> None:
@@ -126,7 +125,6 @@ def edit_file(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
         (2, "mp*", lambda c: c["param_shapes"][0].update(a=torch.Size([9, 9])), "do not describe a ZeRO"),
         (3, "*_0_*_m*", lambda c: c["module"].update(new=torch.zeros(0)), "no file has the numbers of new"),
         (2, "*_1_*", lambda c: c["optimizer_state_dict"].update(partition_count=4), "is from 4 ranks, but it has 2"),
-        (1, "*_0_*", lambda c: c["optimizer_state_dict"].pop("zero_stage"), "zero_to_fp32.py cannot read"),
     ],
 )
 def test_deepspeeds_files_that_contradict_each_other_are_refused(

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from checkpoint_files import (
@@ -54,9 +53,7 @@ def parameter_with_state() -> torch.nn.Parameter:
 
 KINDS: dict[str, Callable[[], Any]] = {
     "views": lambda: [BASE, BASE[1:3, ::2], BASE.t(), BASE[0]],
-    "conjugated": lambda: torch.ones(3, dtype=torch.complex64).conj(),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8),
-    "coo": lambda: torch.eye(3).to_sparse(),
     "meta": lambda: torch.empty(7, device="meta"),
     "parameter": parameter_with_state,
     "state_dict": lambda: torch.nn.Linear(3, 4).state_dict(),
@@ -199,12 +196,6 @@ def test_calls_that_plain_data_never_needs_are_refused(name: str, tmp_path: Path
 # -- pickles that declare something else -------------------------------------------------------------------------------
 
 
-def test_a_crafted_description_that_is_sound_loads(tmp_path: Path) -> None:
-    path = write(tmp_path / "last.ckpt", tensor(storage(), 1, sizes(3)))
-    assert read_checkpoint(path).tolist() == [2, 3, 4]
-    assert read_checkpoint(write(path, tensor(storage(), 2**40, sizes(0, 9), sizes(9, 1)))).shape == (0, 9)
-
-
 DEEP = 100_000
 ITEM = number(0) + number(9)
 ENDLESS_KEY = b")" + b"2\x86" * 60
@@ -213,7 +204,6 @@ CONTRADICTIONS = {
     "more numbers than the record has": tensor(storage(5)),
     "an unknown dtype": tensor(storage(4, kind="FancyStorage")),
     "a shape beyond the storage": tensor(storage(), 0, sizes(5)),
-    "strides beyond the storage": tensor(storage(), 0, sizes(2, 2), sizes(3, 1)),
     "more elements than 64 bits": tensor(storage(), 0, sizes(2**40, 2**40), sizes(0, 0)),
     "a negative offset": tensor(storage(), -1),
     "an item put into a tensor": tensor(storage()) + ITEM + b"s",
@@ -221,7 +211,6 @@ CONTRADICTIONS = {
     "a key nested so deep that hashing ends the process": b"})" + b"\x85" * DEEP + number(1) + b"s",
     "a key that takes for ever to hash": b"}" + ENDLESS_KEY + number(1) + b"s",
     "copies of copies": b"](" + number(7) * 5000 + b"eq\0(c__builtin__\nset\nq\1" + b"h\1h\0\x85R" * 1000 + b"t",
-    "a call of a number": number(1) + b")R",
     "a string beyond the file": b"\x8e" + struct.pack("<Q", 1 << 50) + b"abc",
     "an unknown opcode": b"\xff",
 }
@@ -252,7 +241,6 @@ for path in sys.argv[1:]:
 """
 WASTEFUL = {
     "lists": b"]" * 200_000,
-    "remembered": b"}\x94" * 100_000,
     "far in the memo": b"}r\xff\xff\xff\xff",
     "copied arguments": b"cbuiltins\nobject\nq\0(" + b"N" * 50_000 + b"tq\1" + b"h\0h\1\x81" * 30_000,
     "bytes that are not there": b"\x96" + struct.pack("<Q", 2 << 30),
@@ -308,7 +296,6 @@ def test_an_old_file_holds_the_storages_that_it_describes(tmp_path: Path) -> Non
 HARMLESS = {
     "enum": (saved(Mode.FAST), repr(Mode.FAST)),
     "module": (saved(torch.nn.Sequential(torch.nn.ReLU())), repr(torch.nn.Sequential(torch.nn.ReLU()))),
-    "array": (saved(np.ones(3, dtype=np.int16)), repr(np.ones(3, dtype=np.int16))),
 }
 
 

@@ -62,10 +62,6 @@ def ties(weights: dict[str, Any], net: Net) -> None:
     net.last.weight = net.first.weight
 
 
-def raises(*_: Any) -> None:
-    raise LookupError("mine")
-
-
 def drops(module: nn.Module, weights: dict[str, Any], *_: Any) -> None:
     del weights["last.bias"]
 
@@ -86,28 +82,19 @@ def writes(_: Any, net: Net) -> None:
     net.last = WritesItself(3, 3)
 
 
-class Drops(Net):
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        self.last.register_buffer("new", torch.zeros(1))
-        return super().load_state_dict({key: value for key, value in state_dict.items() if "last" not in key}, strict)
-
-
 FAULTS: dict[str, tuple[Callable[[dict[str, Any], Net], object], str]] = {
     "missing": (lambda weights, _: weights.pop("last.bias"), r"last\.bias"),
     "left over": (stores("other", torch.ones(1)), r"last\.other"),
-    "other shape": (stores("weight", torch.ones(3, 4)), r"last\.weight"),
     "sparse": (stores("weight", torch.eye(3).to_sparse()), r"a sparse_coo tensor instead of a strided tensor"),
     "no numbers": (stores("weight", torch.ones(3, 3, device="meta")), r"weight \(no numbers: it was saved from"),
     "beyond the range": (stores("fine", torch.tensor([1, 1e6, 2])), r"fine \(1e\+06 would become inf as float16\)"),
     "complex": (stores("bias", torch.tensor([1, 1j, 2])), "complex number cannot become float32"),
     "inference tensor": (has(inference), "has an inference tensor"),
-    "expanded tensor": (has(lambda: torch.zeros(1).expand(3)), "has an expanded tensor"),
     "two for a tied one": (ties, r'last\.weight \(differs from ".*first\.weight"'),
-    "a hook that fails": (does(raises), "mine"),
     "a hook that drops": (does(drops), r"Missing .*last\.bias"),
     "a module that writes": (writes, "mine"),
 }
-NOT_STRICT = ("missing", "left over", "other shape", "a hook that drops")
+NOT_STRICT = ("missing", "left over", "a hook that drops")
 
 
 def snapshot(net: nn.Module) -> list[tuple[str, int, Any]]:
@@ -130,8 +117,7 @@ def through_the_trainer(net: Net, path: Path, strict: bool) -> None:
     trainer(path.parent).test(net, ckpt_path=path, verbose=False)
 
 
-@pytest.mark.parametrize("load", [directly, through_the_trainer])
-@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize(("hooked", "load"), [(False, directly), (True, directly), (False, through_the_trainer)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_refused_has_changed_nothing(
     fault: str, hooked: bool, load: Callable[[Net, Path, bool], object], tmp_path: Path
@@ -148,15 +134,6 @@ def test_what_is_refused_has_changed_nothing(
             with pytest.raises((CheckpointError, LookupError), match=words):
                 load(net, tmp_path / "a.pt", strict)
             assert is_as(before, net)
-
-
-def test_a_load_state_dict_that_fails_has_changed_nothing(tmp_path: Path) -> None:
-    torch.save(Net().state_dict(), tmp_path / "a.pt")
-    net = Drops()
-    before = snapshot(net)
-    with pytest.raises(CheckpointError, match=r"Missing .*last\.weight(.|\n)*Nothing was changed"):
-        load_weights(net, tmp_path / "a.pt")
-    assert is_as(before, net)
 
 
 def test_a_rehearsal_leaves_no_trace_in_lazy_modules(tmp_path: Path) -> None:

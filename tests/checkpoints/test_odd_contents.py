@@ -5,7 +5,6 @@ import re
 import sys
 import threading
 import types
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,12 +104,6 @@ def save(content: Any, path: Path) -> Path:
     return path
 
 
-def with_versions(versions: Any) -> OrderedDict[str, Any]:
-    weights = OrderedDict(WEIGHTS)
-    weights._metadata = versions  # type: ignore[attr-defined]
-    return weights
-
-
 def in_itself() -> dict[str, Any]:
     content: dict[str, Any] = {}
     content["a"] = [content]
@@ -131,12 +124,9 @@ CLAIMS = "claims to be from Lightning.*Invalid version: "
 # Content, what the error says, and which operations refuse it; all others work.
 ODD: dict[str, tuple[Any, str, frozenset[str] | set[str]]] = {
     "10,000 levels": ({"state_dict": WEIGHTS, "a": nested(10_000)}, "nests its contents too deeply", READ_WHOLE),
-    "150 levels": ({"state_dict": WEIGHTS, "a": nested(150)}, "", NONE),
     "dictionary in itself": (odd_checkpoint(a=in_itself()), "or endlessly", READ_WHOLE),
     "one list in 2 ** 100 places": (odd_checkpoint(a=doubled(100)), "", NONE),
     "100,000 dots": ({**WEIGHTS, "a." * 100_000: torch.ones(2)}, "has an invalid key for a weight: the text", ALL),
-    "number among keys": ({"state_dict": {**WEIGHTS, 3: torch.ones(2)}, VERSION: "2.6.6"}, "weight: the value 3", ALL),
-    "list of versions": (with_versions([1]), "invalid _metadata", ALL),
     "odd version": (odd_checkpoint(**{VERSION: "two"}), f"{CLAIMS}'two'|{NO_VERSION}", LIGHTNING),
     "old version": (odd_checkpoint(**{VERSION: "1.5.0"}), "cannot be migrated .*KeyError", LIGHTNING - {"verify"}),
     "list of hyperparameters": (
@@ -144,15 +134,12 @@ ODD: dict[str, tuple[Any, str, frozenset[str] | set[str]]] = {
         "a list .* for hyperparam|its hyper_parameters is a list",
         {"class", "verify"},
     ),
-    "list of callbacks": (odd_checkpoint(callbacks=[1]), "callbacks is a list of 1", {"verify"}),
-    "no loops": (odd_checkpoint(loops={}), "loops is an empty dictionary, not a dictionary with the loops", {"verify"}),
     "text for weights": (
         {**WEIGHTS, "net.bias": "text"},
         'a str instead of|safetensors cannot store|the weight "net.bias" is the text "text"',
         LOADS | {"safetensors"},
     ),
     "name of the format": ({**WEIGHTS, "__metadata__": torch.ones(2)}, "other than __metadata__", {"safetensors"}),
-    "empty names": ({**WEIGHTS, "": torch.ones(2), "a..": torch.ones(2), "..a": torch.ones(2)}, "", NONE),
     "one name twice": (
         {**WEIGHTS, "": torch.ones(2), "_orig_mod.": torch.ones(2)},
         'odd.ckpt: "" and "_orig_mod." would both become the same key',
@@ -174,7 +161,6 @@ def test_odd_contents_work_or_are_refused_in_words(
 
 ODD_TENSORS = {
     "stride 0": lambda: torch.zeros(1).expand(1 << 18, 1 << 18),
-    "stride 1": lambda: torch.zeros(1 << 19).as_strided((1 << 18, 1 << 18), (1, 1)),
     "sparse": lambda: torch.sparse_coo_tensor([[0], [0]], [1.0], (1 << 18, 1 << 18)),
     "no numbers": lambda: torch.empty(1 << 18, 1 << 18, device="meta"),
 }

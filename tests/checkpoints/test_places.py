@@ -92,9 +92,7 @@ def test_a_folder_by_hugging_face_leads_to_its_weights(tmp_path: Path) -> None:
 
 PAIRED: dict[str, tuple[Any, str]] = {
     "a pair": ((3, WEIGHTS), "[1]"),
-    "a pair with a dictionary": ((3, {"model": WEIGHTS}), "[1].model"),
     "a dictionary with a list": ({"models": [WEIGHTS, 1]}, "models[0]"),
-    "a list of pairs": ([("net", WEIGHTS)], "[0][1]"),
     "averages beside it": ({"nets": [WEIGHTS], "ema": [nn.Sequential(*net()).state_dict()]}, "nets[0]"),
 }
 
@@ -128,7 +126,6 @@ def test_weights_that_are_deeper_are_saved_alone(content: Any, tmp_path: Path, m
     ("content", "words"),
     [
         ((3, {"epoch": 1}), "no weights, only a tuple of 2, first the value 3"),
-        ([], "no weights, only an empty list"),
         ({"state": {0: {"mean": torch.ones(2)}}, "param_groups": []}, "no weights, only the state of an optimizer"),
         ([[1.0, torch.tensor(1.0)]], "no weights, only a list of 1"),
     ],

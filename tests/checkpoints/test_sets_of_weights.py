@@ -1,22 +1,18 @@
 """Files with several sets of weights: which one is taken, what is said of the others, and how to get them."""
 
-import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.key_renaming import is_average
-from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError
 
 
 def net(value: float) -> nn.Module:
@@ -56,12 +52,10 @@ SWA = "callbacks.StochasticWeightAveraging.average_model_state"
 # As timm, Lightning's callbacks and others write them: content from the raw weights, and the entry of the average.
 SPELLINGS: dict[str, tuple[Callable[[Any], Mapping[str, Any]], str]] = {
     "timm": (lambda raw: {"state_dict": raw, "state_dict_ema": AVERAGE, "epoch": 1}, "state_dict_ema"),
-    "the average first": (lambda raw: {"ema_state_dict": AVERAGE, "model_state_dict": raw}, "ema_state_dict"),
     "an AveragedModel": (lambda raw: {"net": raw, "swa_model": AVERAGED_MODEL}, "swa_model"),
     "Lightning's SWA": (in_lightning(SWA, AVERAGE), SWA),
     "an attribute": (lambda raw: below(["net"], raw) | below(["ema_net"], AVERAGE), "ema_net."),
     "ema-pytorch": (lambda raw: {"model": raw, "ema": in_ema_pytorch(raw, AVERAGE)}, "ema.ema_model."),
-    "ema-pytorch alone": (lambda raw: in_ema_pytorch(raw, AVERAGE), "ema_model."),
     "mmengine": (
         lambda raw: {"state_dict": raw, "ema_state_dict": {"steps": torch.tensor(3), **below(["module"], AVERAGE)}},
         "ema_state_dict",
@@ -100,55 +94,6 @@ def test_the_trainers_average_is_taken_and_the_raw_weights_named(tmp_path: Path)
         report = load_weights(target, tmp_path / "a.ckpt")
     assert values(target) == {1}
     assert report.others == ("current_model_state",)
-
-
-trees = st.recursive(
-    st.just("weights"),
-    lambda inner: st.dictionaries(
-        st.sampled_from(["model", "ema", "teacher", "net", "online_model", "ema_model", "state_dict"]), inner,
-        min_size=1, max_size=3,
-    ),
-    max_leaves=5,
-)  # fmt: skip
-
-
-def content_of(tree: Any, levels: int, numbers: Iterator[int], places: dict[str, float], path: str = "") -> Any:
-    """Return a tree with sets of weights: its first levels as entries, the others as attributes."""
-    if tree == "weights":
-        places[path] = next(numbers)
-        return net(places[path]).state_dict()
-    parts = {
-        name: content_of(part, levels - 1, numbers, places, f"{path}.{name}".lstrip(".")) for name, part in tree.items()
-    }
-    if levels > 0:
-        return parts
-    return {f"{name}.{key}": value for name, weights in parts.items() for key, value in weights.items()}
-
-
-@pytest.mark.follows("Choose one with ")
-@given(tree=trees, levels=st.integers(0, 2))
-def test_each_root_in_a_message_loads_what_it_names(
-    tree: Any, levels: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path, places = tmp_path_factory.getbasetemp() / "tree.pt", dict[str, float]()
-    torch.save(content_of(tree, levels, itertools.count(1), places), path)
-
-    def load(root: Any) -> tuple[str, set[float]]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                return str(load_weights(target := net(0), path, root=root)), values(target)
-            except (CheckpointMismatchError, AmbiguousCheckpointError) as refusal:
-                return str(refusal), set()
-
-    message, loaded = load(None)
-    for root in re.findall(r'root="(.*?)"', message):
-        more, chosen = load(root)
-        # The name of the only entry may be left out.
-        inside = {number for place, number in places.items() if f".{root.strip('.')}." in f".{place}."}
-        assert chosen <= inside, (root, more)
-        assert len(chosen) == 1, (root, more)
-        assert chosen != loaded, (root, more)
 
 
 @pytest.mark.parametrize("name", ["ema", "model_ema", "state_dict_ema", "g_ema", "emaModel", "swa_model", "net.avg."])

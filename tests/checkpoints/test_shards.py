@@ -59,7 +59,6 @@ def zero(stage: int, **options: Any) -> Callable[[Path], Path]:
 
 
 SOURCES: dict[str, Callable[[Path], Path]] = {
-    "safetensors and their index": lambda folder: write_index(folder, WEIGHTS, 3),
     "folder of safetensors": lambda folder: write_index(folder, WEIGHTS, 3).parent,
     ".bin files and their index": lambda folder: write_index(folder, WEIGHTS, 3, suffix="bin"),
     "torch.distributed.checkpoint": lambda folder: write_distributed(folder, in_blocks(WEIGHTS), files=2),

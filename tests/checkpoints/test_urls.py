@@ -1,5 +1,6 @@
 """URLs that cannot be opened: the reason and what to do, with a real server and with packages that are missing."""
 
+import functools
 import importlib.util
 import re
 import socket
@@ -7,19 +8,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_files import saved
+import torch
+from checkpoint_files import Exploit
 from fsspec.registry import known_implementations
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_gpu_tools import PortableCheckpointIO, load_from_checkpoint, load_weights
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.errors import UnreachableError
+from lightning_gpu_tools.errors import UnreachableError, UnsafeCheckpointError
 
 WEIGHTS = nn.Linear(2, 2).state_dict()
 
@@ -30,26 +32,18 @@ class Lit(LightningModule):
         self.net = nn.Linear(2, 2)
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Serves weights at ``/200/...``, and errors at ``/403/...``."""
+class Handler(SimpleHTTPRequestHandler):
+    """Serves a folder, but for one name."""
 
-    def do_GET(self) -> None:
-        status = int(self.path[1:4])
-        body = saved(WEIGHTS) if status == 200 else b""
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    do_HEAD = do_GET
+    def send_head(self) -> Any:
+        return self.send_error(403) if "forbidden" in self.path else super().send_head()
 
     def log_message(self, *_: Any) -> None: ...
 
 
 @pytest.fixture
-def server() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
+def server(tmp_path: Path) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=tmp_path)) as made:
         threading.Thread(target=made.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{made.server_port}"
         made.shutdown()
@@ -73,9 +67,23 @@ def refused(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str
     return words.pop()
 
 
+def test_weights_from_a_url_are_only_weights(server: str, tmp_path: Path) -> None:
+    target = nn.Linear(2, 2)
+    torch.save(WEIGHTS, tmp_path / "good.pt")
+    load_weights(target, f"{server}/good.pt?X-Amz-Signature={'a' * 300}")  # longer than a name of a file can be
+    assert torch.equal(target.weight, WEIGHTS["weight"])
+    torch.save({"state_dict": WEIGHTS, "x": Exploit(tmp_path / "it ran")}, tmp_path / "bad.pt")
+    assert load_weights(target, f"{server}/bad.pt").unread == ("posix.mkdir",)
+    with pytest.raises(UnsafeCheckpointError, match=rf"{server}/bad\.pt holds more than plain data"):
+        load_from_checkpoint(Lit, f"{server}/bad.pt")
+    assert not (tmp_path / "it ran").exists()
+    with pytest.raises(FileNotFoundError, match=rf"Checkpoint file not found: {server}/gone\.pt"):
+        load_weights(target, f"{server}/gone.pt")
+
+
 def test_a_servers_refusal_is_the_reason(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = refused(f"{server}/403/a.ckpt", tmp_path, capsys)
-    assert "a.ckpt cannot be opened: the server answers 403 Forbidden" in words
+    words = refused(f"{server}/forbidden.ckpt", tmp_path, capsys)
+    assert "forbidden.ckpt cannot be opened: the server answers 403 Forbidden" in words
     assert words.endswith(". Check the URL and your access to it, or use a local file.")
 
 
@@ -114,9 +122,10 @@ def test_a_missing_package_is_named(
 
 @pytest.mark.follows("Install it: pip install")
 def test_the_package_to_install_opens_the_url(
-    server: str, run_python: Callable[..., subprocess.CompletedProcess[str]]
+    server: str, tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    url = f"{server}/200/a.pt"
+    url = f"{server}/a.pt"
+    torch.save(WEIGHTS, tmp_path / "a.pt")
     call = f"from lightning_gpu_tools.cli import main; sys.exit(main(['checkpoint', 'verify', {url!r}]))"
     without = run_python("-c", f"import sys; sys.modules['aiohttp'] = None; {call}")
     advised = re.search(r"Install it: pip install (\S+)$", without.stderr)

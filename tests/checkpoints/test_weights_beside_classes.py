@@ -1,7 +1,6 @@
 """Weights out of files that hold objects of any class: none of these is imported, called or needed."""
 
 import argparse
-import collections
 import copy
 import dataclasses
 import enum
@@ -51,8 +50,6 @@ FILES: dict[str, Any] = {
     "hyperparameters": {**LIGHTNING, "hyper_parameters": {"loss": nn.CrossEntropyLoss(torch.ones(3)), "cls": Config}},
     "module": NET,
     "module, as YOLO writes": {"epoch": -1, "model": NET, "ema": None, "optimizer": None, "train_args": Config()},
-    "module in DataParallel": nn.DataParallel(NET),
-    "other dictionary": {"model": collections.defaultdict(list, WEIGHTS)},
 }
 
 

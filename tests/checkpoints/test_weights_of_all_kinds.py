@@ -1,24 +1,20 @@
-"""load_weights for models and files of other kinds: sharded, tied, on the meta device, without shape, from a URL."""
+"""load_weights for models and files of other kinds: sharded, tied, on the meta device, without shape."""
 
-import functools
-import http.server
+import importlib
 import re
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import Exploit
-from lightning.pytorch import LightningModule
+from rank_processes import run_ranks
 from torch import nn
 from wrapped_models import TiedTransformer, compiled, contents, fill
 
-from lightning_gpu_tools import load_from_checkpoint, load_weights
+from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.errors import CheckpointMismatchError, UnsafeCheckpointError
+from lightning_gpu_tools.errors import CheckpointMismatchError
 
 
 @pytest.fixture
@@ -67,60 +63,48 @@ needs_fsdp2 = pytest.mark.skipif(
 )
 
 
-PROGRAM = """
-import importlib, re, sys, torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.errors import CheckpointMismatchError
+def three_to_two() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
 
-rank, folder = int(sys.argv[1]), sys.argv[2]
-torch.distributed.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
-net, back = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-mesh = init_device_mesh("cpu", (2,))
-fully_shard(net, mesh=mesh)
-load_weights(net, f"{folder}/plain.pt")
-torch.save(net.state_dict(), f"{folder}/{rank}.pt")
-whole = torch.load(f"{folder}/plain.pt")
-try:
-    load_weights(back, f"{folder}/{rank}.pt")
-except CheckpointMismatchError as error:
-    assert 'holds one part of a sharded checkpoint: "0.weight" is the part of rank' in str(error)
-    advice = re.search(r"save the full weights from (\\S+)\\.(\\w+) with (StateDictOptions.*?\\))", str(error))
-    advised = importlib.import_module(advice[1])
-    full = getattr(advised, advice[2])(net, options=eval(advice[3], vars(advised)))
+
+def save_parts(folder: Path, rank: int) -> None:
+    """Save this rank's part of the weights in plain.pt, what its refusal advises, and a copy of them all."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate
+
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    net, whole = three_to_two(), torch.load(folder / "plain.pt")
+    fully_shard(net, mesh=mesh)
+    load_weights(net, folder / "plain.pt")
+    torch.save(net.state_dict(), folder / f"{rank}.pt")
+    with pytest.raises(CheckpointMismatchError) as refusal:
+        load_weights(three_to_two(), folder / f"{rank}.pt")
+    words = r"save the full weights from (\S+)\.(\w+) with (StateDictOptions.*?\))"
+    module, function, options = re.search(words, str(refusal.value)).groups()  # type: ignore[union-attr]
+    advised = importlib.import_module(module)
+    full = getattr(advised, function)(net, options=eval(options, vars(advised)))
+    copies = {key: DTensor.from_local(value, mesh, [Replicate()], run_check=False) for key, value in whole.items()}
     if rank == 0:
-        torch.save(full, f"{folder}/full.pt")
-else:
-    raise AssertionError("took a part for the whole")
-copies = {key: DTensor.from_local(value, mesh, [Replicate()], run_check=False) for key, value in whole.items()}
-if rank == 0:
-    torch.save(copies, f"{folder}/copies.pt")
-torch.distributed.barrier()
-load_weights(back, f"{folder}/copies.pt")
-torch.distributed.barrier()  # who ends first must not end the other's last exchange
-torch.distributed.destroy_process_group()
-"""
+        torch.save(full, folder / "full.pt")
+        torch.save(copies, folder / "copies.pt")
+    torch.distributed.barrier()  # who ends first must not end the other's last exchange
+    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.follows("It holds one part of a sharded checkpoint")
 @needs_fsdp2
-def test_one_part_of_sharded_weights_is_refused(
-    run_python: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch.save(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).state_dict(), tmp_path / "plain.pt")
-    with ThreadPoolExecutor() as pool:
-        answers = list(pool.map(lambda rank: run_python("-c", PROGRAM, str(rank), str(tmp_path)), range(2)))
-    assert [answer.returncode for answer in answers] == [0, 0], [answer.stderr for answer in answers]
-    words = r'0\.pt does not fit Sequential\. It holds one part of a sharded checkpoint: "0\.weight"'
+def test_one_part_of_sharded_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(three_to_two().state_dict(), tmp_path / "plain.pt")
+    ended = run_ranks(tmp_path, save_parts)
+    assert [rank.returncode for rank in ended] == [0, 0], [rank.stderr for rank in ended]
+    words = r'0\.pt does not fit Sequential\. It holds one part of a sharded checkpoint: "0\.weight" is the part'
     with pytest.raises(CheckpointMismatchError, match=words):
-        load_weights(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), tmp_path / "0.pt")
+        load_weights(three_to_two(), tmp_path / "0.pt")
     plain = torch.load(tmp_path / "plain.pt")
     for name in ("copies.pt", "full.pt"):
-        target = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-        load_weights(target, tmp_path / name)
+        load_weights(target := three_to_two(), tmp_path / name)
         assert all(torch.equal(value, plain[key]) for key, value in target.state_dict().items())
     converted = str(tmp_path / "a.safetensors")
     assert main(["checkpoint", "convert", str(tmp_path / "0.pt"), converted]) == 1
@@ -195,33 +179,3 @@ def test_safetensors_load_also_without_a_list_of_tied_names(tmp_path: Path) -> N
     save_model(source, str(tmp_path / "a.safetensors"))  # it stores only one of the two tied names
     load_weights(compiled(target), tmp_path / "a.safetensors")
     assert contents(target) == contents(source)
-
-
-# -- URLs ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
-    """A web server on this machine that serves ``tmp_path``."""
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *arguments: object) -> None: ...
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=tmp_path)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-def test_weights_from_a_url_are_only_weights(url: str, tmp_path: Path) -> None:
-    source, target = nn.DataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)
-    torch.save(source.state_dict(), tmp_path / "good.pt")
-    load_weights(target, f"{url}/good.pt?X-Amz-Signature={'a' * 300}")  # longer than a name of a file can be
-    assert torch.equal(target.weight, source.module.weight)
-    torch.save({"state_dict": source.state_dict(), "x": Exploit(tmp_path / "it ran")}, tmp_path / "bad.pt")
-    assert load_weights(target, f"{url}/bad.pt").unread == ("posix.mkdir",)
-    with pytest.raises(UnsafeCheckpointError, match=rf"{url}/bad\.pt holds more than plain data"):
-        load_from_checkpoint(LightningModule, f"{url}/bad.pt")
-    assert not (tmp_path / "it ran").exists()
-    with pytest.raises(FileNotFoundError, match=rf"Checkpoint file not found: {url}/gone\.pt"):
-        load_weights(target, f"{url}/gone.pt")

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import Tied, lightning_checkpoint
+from checkpoint_files import Tied
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 
 PATH_CLASS = f"{type(Path()).__module__}.{type(Path()).__name__}"  # its module varies with Python's version
 Run = Callable[..., tuple[int, str, str]]
@@ -51,12 +50,6 @@ def test_inspect_gives_json(last: str, run: Run) -> None:
         "bytes": 64,
         "device": "cpu",
     }
-
-
-def test_inspect_knows_foreign_classes(net: Tied, tmp_path: Path, run: Run) -> None:
-    path = tmp_path / "a.ckpt"
-    write_checkpoint(lightning_checkpoint(net.state_dict(), where=tmp_path), path)
-    assert f"holds more than plain data: {PATH_CLASS}" in run("inspect", str(path))[1]
 
 
 def test_what_cannot_be_read_exits_1_with_a_reason(tmp_path: Path, run: Run) -> None:

@@ -11,7 +11,6 @@ import torch
 from checkpoint_files import Tied, lightning_checkpoint, wrapped
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from wrapped_models import compiled
 
 from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
@@ -130,8 +129,6 @@ def bare_net() -> nn.Module:
 BARE = [*bare_net().state_dict()]
 WRAPPED: dict[str, Callable[[], nn.Module]] = {
     "DataParallel": lambda: nn.DataParallel(bare_net()),
-    "compiled": lambda: nn.DataParallel(compiled(bare_net())),
-    "twice": lambda: nn.DataParallel(nn.DataParallel(bare_net())),
     "averaged": lambda: AveragedModel(nn.DataParallel(bare_net())),
 }
 

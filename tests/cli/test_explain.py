@@ -30,16 +30,6 @@ def test_every_cause_is_explained_on_a_screen_or_two(group: Group, explain: Expl
         assert all(variant.change in shown for variant in cause.variants), name
 
 
-@pytest.mark.parametrize("columns", [80, 100])
-def test_texts_are_as_wide_as_the_terminal(columns: int, explain: Explain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    for group in GROUPS:
-        for name in group.causes:
-            texts, _, _ = explain(name).partition("\nConstants in its file:")
-            lines = [line for line in texts.splitlines() if not line.startswith("More: http")]
-            assert max(map(len, lines)) <= columns, name
-
-
 def test_constants_are_printed_as_the_file_has_them(explain: Explain) -> None:
     shown = explain("launch_bound")
     assert "\nTakes the GPU's idle time inside the step, by CUDA events and the driver's utilization, if no" in shown

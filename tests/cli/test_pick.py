@@ -100,11 +100,8 @@ def test_without_a_usable_driver_the_exit_code_is_4(driver: Driver, pick: Pick) 
     ("arguments", "words"),
     [
         (["-n", "0"], "count must be an integer of at least 1, got 0"),
-        (["-n", "two"], "invalid int value: 'two'"),
         (["--min-free", "8 bananas"], '"8GiB" or "500MB", got \'8 bananas\''),
-        (["--max-utilization", "nan"], "from 1 to 100, got nan"),
         (["--wait", "soon"], "got 'soon'"),
-        (["--format", "xml"], "invalid choice"),
     ],
 )
 def test_wrong_usage_quotes_the_value_and_has_exit_code_2(
@@ -128,7 +125,6 @@ def test_it_respects_claims_and_takes_none(driver: Driver, pick: Pick) -> None:
     ("arguments", "job"),
     [
         (["pick", "-n", "2"], ""),
-        (["pick", "-n", "2"], "of-this-process"),
         (["run", "-n", "2", "--", "true"], ""),
     ],
 )

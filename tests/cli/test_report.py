@@ -2,8 +2,6 @@
 
 import json
 import os
-import pty
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,25 +33,6 @@ def test_it_prints_the_report_again(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert lines[4] == "- **Result:** num_workers 0 -> 6: 2.1x, confirmed."
     assert lines[5].startswith("- **Run:** LitModel; 812 steps in 41.4 s (median 50 ms, ")
     assert lines.count("```text") == lines.count("```") == 1
-
-
-@pytest.mark.parametrize(
-    ("variables", "begins"), [({}, "Verdict: \x1b[33mLOW: "), ({"NO_COLOR": "1"}, "Verdict: LOW: ")]
-)
-def test_the_verdict_has_a_color_in_a_terminal(variables: dict[str, str], begins: str, tmp_path: Path) -> None:
-    ReportFile(tmp_path).save(REPORT)
-    terminal, program = pty.openpty()
-    environ = {
-        **{name: value for name, value in os.environ.items() if name != "NO_COLOR"},
-        "TERM": "xterm",
-        **variables,
-    }
-    command = [sys.executable, "-m", "lightning_gpu_tools", "report", str(tmp_path)]
-    with subprocess.Popen(command, stdout=program, env=environ) as process:
-        os.close(program)
-        assert os.read(terminal, len(begins)).decode() == begins
-        os.close(terminal)  # the rest is not read
-        process.wait(60)
 
 
 def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +109,6 @@ def test_without_a_newer_run_there_is_nothing_to_compare(
     [
         ("", "There is no gpu_report.json in {} or below it. Pass the file itself."),
         ("nowhere", "Cannot read a report from '{}': No such file or directory."),
-        ("memory://nowhere", "Cannot read a report from '{}': No such file or directory."),
         ("nosuch://nowhere", "Cannot read a report from '{}': Protocol not known: nosuch. Check the URL"),
     ],
 )
@@ -147,8 +125,6 @@ def test_where_there_is_no_report_the_path_is_named(
     [
         (["--max-slowdown", "5%"], "--max-slowdown needs --against OLD"),
         (["--against", "old", "--max-slowdown=-5%"], "--max-slowdown must be at least 0%, got -5%"),
-        (["--format", "xml"], "invalid choice"),
-        (["--full", "--format", "json"], "--full works only for one report, as text or markdown"),
         (["--format", "html"], "pip install 'lightning-gpu-tools[plot]'"),
     ],
 )

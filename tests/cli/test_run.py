@@ -62,7 +62,6 @@ def test_the_exit_code_is_that_of_the_command(driver: Driver, run_cli: RunCli) -
     driver.gpus = [gpu()]
     assert run_cli("run", "--", "sh", "-c", "exit 42").returncode == 42
     assert run_cli("run", "--", "no-such-command").returncode == 127
-    assert run_cli("run", "--", "/").returncode == 126
 
 
 def test_options_of_the_command_are_its_own(driver: Driver, run_cli: RunCli) -> None:
@@ -84,9 +83,7 @@ def test_killing_the_wrapper_does_not_free_its_childrens_gpu(driver: Driver) -> 
         wait_for(is_free)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "code"), [([gpu(lost=True)], 3), ([], 3), (None, 4)], ids=["lost", "no-gpu", "no-driver"]
-)
+@pytest.mark.parametrize(("gpus", "code"), [([gpu(lost=True)], 3), (None, 4)], ids=["lost", "no-driver"])
 def test_without_gpus_the_command_does_not_start(driver: Driver, run_cli: RunCli, gpus: object, code: int) -> None:
     with driver.change():
         driver.gpus = gpus or []  # type: ignore[assignment]
@@ -110,10 +107,9 @@ def test_advise_needs_no_gpu(driver: Driver, run_cli: RunCli) -> None:
     assert run_cli("run", "--advise", "-n", "1", "--", "true").returncode == 4
 
 
-@pytest.mark.parametrize("option", [["--wait", "1s"], ["--name", "h200"]], ids=" ".join)
-def test_an_option_on_gpus_claims_some_also_under_advise(driver: Driver, run_cli: RunCli, option: list[str]) -> None:
+def test_an_option_on_gpus_claims_some_also_under_advise(driver: Driver, run_cli: RunCli) -> None:
     driver.gpus = [gpu()]
-    answer = run_cli("run", "--advise", *option, "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
+    answer = run_cli("run", "--advise", "--name", "h200", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
     assert answer.stdout.split() == [driver.gpus[0].uuid]
 
 

@@ -10,6 +10,6 @@ on every call and replaced atomically, so it can be changed while a program runs
 """
 
 from fake_driver.library import VARIABLE, install, uninstall
-from fake_driver.state import GIB, Driver, gpu, link, mig, process
+from fake_driver.state import GIB, Driver, gpu, mig, process
 
-__all__ = ["GIB", "VARIABLE", "Driver", "gpu", "install", "link", "mig", "process", "uninstall"]
+__all__ = ["GIB", "VARIABLE", "Driver", "gpu", "install", "mig", "process", "uninstall"]

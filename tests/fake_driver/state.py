@@ -73,7 +73,6 @@ class Gpu:
     name: str = "NVIDIA H200"
     memory_total: int | None = 80 * GIB
     memory_free: int | None = 80 * GIB
-    memory_reserved: int = 0  # what the driver keeps; it is part of what is not free
     # Percent over time. The driver keeps one sample for each period, with the mean over that period.
     utilization: Series = 0.0
     sample_period_s: float = 1 / 6
@@ -82,7 +81,7 @@ class Gpu:
     utilization_rate: int | None = None  # the instantaneous reading, where it shall differ from the last sample
     processes: list[Process] | None = field(default_factory=list)
     compute_mode: str | None = "default"  # prohibited, exclusive_process
-    compute_capability: tuple[int, int] | None = None  # filled in from the name
+    compute_capability: tuple[int, int] = (9, 0)
     mig_capable: bool = True
     mig: list[MigInstance | None] | None = None  # a list, also an empty one: MIG mode is on; None: an empty slot
     numa_node: int | None = 0
@@ -121,11 +120,6 @@ def gpu(memory_free: int | str | None = None, memory_total: int | str | None = "
     return Gpu(memory_total=size_bytes(memory_total), memory_free=size_bytes(free), **fields)
 
 
-def link(a: int, b: int, *, nvlink: bool | None = False) -> dict[str, Any]:
-    """Return the connection of two GPUs, given by position in ``Driver.gpus``; ``None`` is NOT_SUPPORTED."""
-    return {"gpus": (a, b), "nvlink": nvlink}
-
-
 class Call(NamedTuple):
     pid: int
     function: str  # the name in the C library
@@ -142,7 +136,7 @@ class Driver:
         self._calls.touch()
         self._is_changing = True
         self.gpus: list[Gpu] = []
-        self.links: list[dict[str, Any]] = []
+        self.nvlinks: list[tuple[int, int]] = []  # positions in `gpus`
         self.library_missing = False
         self.init_error: str | None = None  # for example DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH, NO_PERMISSION
         self.missing_functions: list[str] = []  # what an older driver does not have
@@ -215,7 +209,6 @@ class Driver:
                 _driver=self,
                 uuid=card.uuid or f"GPU-{uuids.uuid5(uuids.NAMESPACE_OID, str(position))}",
                 pci=card.pci or (position // 15, 16 * (position % 15 + 1), 0),
-                compute_capability=card.compute_capability or _capability(card.name),
                 **_sizes(card),
             )
             for slot, instance in enumerate(card.mig or []):
@@ -226,31 +219,6 @@ class Driver:
         temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps({**state, "gpus": [dataclasses.asdict(card) for card in self.gpus]}))
         os.replace(temporary, self._path)
-
-
-# Source: https://developer.nvidia.com/cuda-gpus and its page of legacy GPUs.
-_CAPABILITIES = {
-    "GT 710": (3, 5),
-    "K80": (3, 7),
-    "GTX 1080": (6, 1),
-    "P100": (6, 0),
-    "V100": (7, 0),
-    "T4": (7, 5),
-    "RTX 20": (7, 5),
-    "A100": (8, 0),
-    "A30": (8, 0),
-    "RTX 30": (8, 6),
-    "RTX A": (8, 6),
-    "L40S": (8, 9),
-    "RTX 40": (8, 9),
-    "B200": (10, 0),
-    "RTX 50": (12, 0),
-    "GB10": (12, 1),
-}
-
-
-def _capability(name: str) -> tuple[int, int]:
-    return next((version for part, version in _CAPABILITIES.items() if part in name), (9, 0))
 
 
 def _sizes(card: Gpu) -> dict[str, int | None]:

@@ -43,10 +43,7 @@ durations = st.floats(0.01, 1.0)
 @pytest.mark.parametrize(
     ("times", "previous_s", "expected"),
     [
-        ([], None, []),
         ([5.0], None, [1.0]),
-        ([5.0], 4.5, [0.5]),
-        ([5.0, 5.25], None, [0.25, 0.25]),
         ([5.0, 5.5, 5.75], 4.9, [0.1, 0.5, 0.25]),
         ([5.0, 9.0], 4.5, [0.5, 1.0]),  # a hole stands for nothing beyond the longest period
         ([5.0, 5.0], 4.5, [0.5, 0.0]),

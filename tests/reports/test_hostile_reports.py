@@ -141,7 +141,6 @@ def test_a_full_report_is_read_back_unchanged() -> None:
         (("gpus", 0, "name"), 5, "Expected `str | null`, got `int` - at `$.gpus[0].name`"),
         (("gpus", 0), {}, "Object missing required field `index` - at `$.gpus[0]`"),
         (("diagnosis", "verdict"), "odd", "Invalid enum value 'odd' - at `$.diagnosis.verdict`"),
-        (("schema_version",), "1", "not an object with an integer schema_version"),
         (("schema_version",), 1, "has schema version 1, but this version of lightning_gpu_tools reads only 3. Read it"),
     ],
 )
@@ -154,14 +153,10 @@ def test_a_wrong_value_is_named_with_its_place(place: tuple[Any, ...], value: An
 
 NOT_REPORTS: dict[str, Callable[[Path], Any]] = {
     "missing": lambda path: None,
-    "empty": lambda path: path.touch(),
-    "brackets": lambda path: path.write_text("[" * 200_000),
     "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe{}"),
     "huge": lambda path: os.truncate(os.open(path, os.O_RDWR | os.O_CREAT), 1 << 40),
     "a pipe": lambda path: os.mkfifo(path),
     "a device": lambda path: path.symlink_to("/dev/zero"),
-    "a loop": lambda path: path.symlink_to(path),
-    "a folder": lambda path: path.mkdir(),
     "truncated": lambda path: path.write_text(to_json(FULL)[:-40]),
 }
 

@@ -6,15 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sample_report import GIB, REPORT, of_size
 from simulated_report import DAY_S, simulated_report
 
 from lightning_gpu_tools.advice.memory_account import PARTS, OtherProcess
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.reports.schema import from_json, to_json
@@ -109,29 +106,3 @@ def test_the_json_of_a_large_job_is_small() -> None:
     text = to_json(report)
     assert len(text) < 1.5e6
     assert from_json(text) == report
-
-
-OTHER_PERCENTS = (
-    *("utilization_percent_p5", "utilization_percent_p95", "sm_active_percent", "tensor_active_percent"),
-    *("others_utilization_percent", "power_watts_mean", "temperature_celsius_max", "throttled_percent"),
-)
-percents = st.none() | st.floats(0, 2.0**64)
-
-
-@given(st.lists(st.tuples(st.integers(0, 2**64), percents, percents, st.booleans()), max_size=40))
-def test_no_value_of_a_file_makes_a_report_larger(values: list[tuple[int, float | None, float | None, bool]]) -> None:
-    gpus = tuple(
-        GpuSummary(
-            index=index,
-            uuid="",
-            node=index // 2,
-            utilization_percent_mean=busy,
-            **dict.fromkeys(OTHER_PERCENTS, other),
-            **dict.fromkeys(("memory_used_bytes_max", "memory_total_bytes", "others_memory_bytes_max"), index),
-            errors=(f"{index}" * 30,) * broken,
-        )
-        for index, busy, other, broken in values
-    )
-    lines = lines_of(replace(REPORT, gpus=gpus))
-    assert len(lines) <= 80
-    assert max(map(len, lines)) <= 102  # an error of 100 characters, after the indent

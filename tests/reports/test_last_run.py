@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_report import GIB, REPORT, TRAINED, with_finding
+from sample_report import GIB, REPORT, TRAINED
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import an_error, gpu_run
@@ -101,12 +101,6 @@ def test_an_out_of_memory_run_gives_a_lower_bound() -> None:
     diagnosis = diagnose(A_RUN, out_of_memory=an_error(allocated=23 * GIB))  # an idle one of 24 does not have that
     need = needed(replace(REPORT, diagnosis=diagnosis, memory=()))
     assert 23 * GIB < need.min_free_bytes == diagnosis.findings[0].evidence["needed_bytes"]
-
-
-def test_evidence_that_is_no_size_is_none() -> None:
-    report = with_finding(TRAINED, evidence={"needed_bytes": -5.0, "total_bytes": "all"})
-    assert needed(report) == needed(TRAINED)
-    assert need_of(replace(report, memory=()), "gpu_report.json") is None
 
 
 def save(folder: Path, report: Report, age: int) -> None:

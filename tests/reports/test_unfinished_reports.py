@@ -33,8 +33,6 @@ def running(process: ProcessId | None, steps: int = 812) -> Report:
         (GONE, 0, "cut off after step 812"),
         (ELSEWHERE, 0, "running: step 812 so far"),
         (ELSEWHERE, 3600, "cut off after step 812"),  # nobody has written for an hour
-        ({**OWN, "started_ticks": None}, 0, "running: step 812 so far"),  # as on a Mac
-        (None, 3600, "cut off after step 812"),
     ],
 )
 def test_it_is_known_whether_the_run_goes_on(

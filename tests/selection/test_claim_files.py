@@ -72,10 +72,8 @@ def test_a_folder_exchanged_before_it_is_locked_is_not_used(path: Path, monkeypa
     ("options", "count"),
     [
         ({}, 0),
-        ({"claim": False}, 0),
         ({"min_free": 1}, 1),
         ({"exclusive": True}, 1),
-        ({"wait": 1}, 1),
     ],
 )
 def test_a_private_folder_is_named_only_if_it_matters(

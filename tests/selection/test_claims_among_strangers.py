@@ -39,17 +39,24 @@ import fcntl, json, socket
 import argparse, ctypes.util, dataclasses, locale, logging, mmap, psutil, pynvml, rich.console, rich.table, select
 import lightning_gpu_tools.selection.placement
 from lightning_gpu_tools.gpus.nvml import probe
-from lightning_gpu_tools.cli import gpus, pick, run
+from lightning_gpu_tools.cli import gpus, main, pick, run
 with open(os.devnull, "w") as nowhere:
     rich.console.Console(file=nowhere).print(rich.table.Table("a [bold]title"))
 if "fake_driver" in sys.modules:
     select_gpus(claim=False)
 path, user = sys.argv[1], int(sys.argv[2])
+os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = path
 if user:
     os.setgroups([])
     os.setgid(user)
     os.setuid(user)
 os.chdir(path) if os.path.isdir(path) and os.access(path, os.X_OK) else None
+"""
+ASK = """
+try:
+    print(*select_gpus(exclusive=True).uuids)
+except Exception as error:
+    print(error)
 """
 TAKE = """
 with open_ledger(path) as ledger:
@@ -191,7 +198,6 @@ def test_a_claim_with_anothers_job_name_is_not_trusted(
     # Bob has read the names of Alice's job and group, and writes them into a claim of his own.
     ask = """
 os.environ["LIGHTNING_GPU_TOOLS_JOB"] = "j"
-os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = path
 from lightning_gpu_tools.selection.picking import Attempt, pick
 from lightning_gpu_tools.selection.ranking import Request
 try:
@@ -205,12 +211,6 @@ except Exception as error:
         assert driver.gpus[0].uuid in run_as(BOB, path, ask).stdout
 
 
-PICK = """
-os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = path
-from lightning_gpu_tools.cli import main
-"""
-
-
 @needs_root
 @pytest.mark.follows("or an administrator can open it: chmod {reason} {file}")
 @pytest.mark.parametrize(("ending", "remedy"), [("sock", "chmod 1666"), ("json", "chmod 1644")])
@@ -222,7 +222,7 @@ for name in os.listdir("."):
     if name.endswith({ending!r}):
         os.chmod(name, 0o600)
 """
-    ask = f"{PICK}main(['pick'])\nmain(['pick', '-n', '2', '--exclusive'])\nmain(['gpus', '--json'])"
+    ask = "main(['pick'])\nmain(['pick', '-n', '2', '--exclusive'])\nmain(['gpus', '--json'])"
     with staying(ALICE, path, TAKE.replace("GPU-a", taken) + close):
         answer = run_as(BOB, path, ask)
         subprocess.run(re.search("or an administrator can open it: (chmod .*)", answer.stderr)[1].split(), check=True)
@@ -281,7 +281,7 @@ def test_a_file_that_cannot_be_asked_stops_nobody(
     monkeypatch.setenv("OPTIONS", options)
     become = f"\nos.setgid({ALICE}), os.setuid({ALICE})\n"
     commands = "main(['pick', '--wait', '1m']); main(['gpus']); main(['run', '--wait', '1m', '--', 'echo', 'ran'])"
-    command = ["unshare", "--mount", sys.executable, "-c", AS + MOUNT + become + PICK + commands, str(path), "0"]
+    command = ["unshare", "--mount", sys.executable, "-c", AS + MOUNT + become + commands, str(path), "0"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if answer.returncode == 77 or "unshare" in answer.stderr or not os.path.exists("/dev/fuse"):
         pytest.skip("no file system of a user's can be mounted here")
@@ -301,14 +301,14 @@ from lightning_gpu_tools.selection.ranking import Request
 place(1, Request(), list)
 """
     os.chown(path, BOB, -1)
-    assert "belongs to" not in run_as(BOB, path, f"{PICK}main(['gpus'])").stderr
+    assert "belongs to" not in run_as(BOB, path, "main(['gpus'])").stderr
     says = f"The claims folder {path} belongs to uid {BOB}, who can remove the claims of others. "
     for use in (place, "main(['gpus'])", "main(['pick'])", "main(['run', '--wait', '1m', '--', 'true'])"):
-        answer = run_as(ALICE, path, PICK + use)
+        answer = run_as(ALICE, path, use)
         assert answer.returncode == 0, answer.stderr
         assert answer.stderr.count(f"{says}To prevent this, an administrator can run: chown root {path}\n") == 1
     subprocess.run(re.search(r"an administrator can run: (.*)", answer.stderr)[1].split(), check=True)
-    assert "belongs to" not in run_as(ALICE, path, f"{PICK}main(['gpus'])").stderr
+    assert "belongs to" not in run_as(ALICE, path, "main(['gpus'])").stderr
 
 
 @needs_root
@@ -412,7 +412,7 @@ def test_a_flood_of_claims_is_folded_by_user(driver: Driver, path: Path) -> None
         staying(CAROL, path, TAKE.replace("GPU-a", uuids[0])),
         staying(BOB, path, FLOOD.format(kind="claim", record=record)),
     ):
-        answer = run_as(ALICE, path, f"{PICK}main(['gpus'])\nmain(['pick'])")
+        answer = run_as(ALICE, path, "main(['gpus'])\nmain(['pick'])")
     assert len(answer.stdout.splitlines()) <= 70  # at most three claims of a user on each GPU
     assert f"and 997 more of uid {BOB}" in " ".join(answer.stdout.split())
     assert f"uid {CAROL} (pid " in answer.stdout
@@ -423,7 +423,7 @@ def test_a_flood_of_claims_is_folded_by_user(driver: Driver, path: Path) -> None
 @needs_root
 def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path) -> None:
     uuid = str(driver.gpus[0].uuid)
-    wait = f"{PICK}print(*select_gpus(exclusive=True, wait='1h').uuids, flush=True)"
+    wait = "print(*select_gpus(exclusive=True, wait='1h').uuids, flush=True)"
     flood = FLOOD.format(kind="wait", record={**GOOD, "uuids": [uuid], "requested": 1})
     with staying(BOB, path, flood) as ahead, ExitStack() as ends:
         with staying(CAROL, path, TAKE.replace("GPU-a", uuid)) as holder:
@@ -521,16 +521,8 @@ def test_nobody_is_blamed_for_a_lock_because_of_a_reused_pid(
 
 @needs_root
 def test_another_users_lock_is_said_to_be_probable(driver: Driver, path: Path) -> None:
-    ask = """
-claim_files.TIMEOUT_LOCK_S = 0.1
-os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = path
-try:
-    select_gpus(exclusive=True)
-except Exception as error:
-    print(error)
-"""
     with staying(BOB, path, "fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_SH)") as process:
-        said = run_as(ALICE, path, ask).stdout
+        said = run_as(ALICE, path, f"claim_files.TIMEOUT_LOCK_S = 0.1{ASK}").stdout
     probable = rf"probably python\S* of uid {BOB} \(pid {process.pid}\) or one of its children has locked it for 0 s\. "
     assert re.search(rf"{probable}Ask uid {BOB} or an administrator to end it\.", said)
 
@@ -584,7 +576,7 @@ for name in os.listdir("."):
 @needs_root
 def test_a_closed_claim_ends_with_its_process(driver: Driver, path: Path) -> None:
     uuid = str(driver.gpus[0].uuid)
-    ask = f"{PICK}main(['pick'])"
+    ask = "main(['pick'])"
     with staying(ALICE, path, TAKE.replace("GPU-a", uuid) + DENY) as holder:
         assert f"claimed exclusively by uid {ALICE}" in run_as(BOB, path, ask).stderr
         holder.kill()
@@ -627,7 +619,7 @@ def test_at_most_three_users_are_named(driver: Driver, path: Path) -> None:
             for ending in ("json", "sock"):
                 os.chown(path / f"{name}.{ending}", 100_000 + number, -1)
                 (path / f"{name}.{ending}").chmod(0o666)
-        answer = run_as(ALICE, path, f"{PICK}main(['pick'])\nmain(['gpus'])")
+        answer = run_as(ALICE, path, "main(['pick'])\nmain(['gpus'])")
     assert answer.returncode == 0
     assert len({*re.findall(r"uid 10\d+", answer.stderr)}) == 6  # three of each kind
     assert "More users have such files" in answer.stderr
@@ -643,8 +635,8 @@ open("claim-0000000000000000.json", "w").close()
 for number in range(1, 10_001):
     os.link("claim-0000000000000000.json", f"claim-{number:016x}.json")
 """
-    ask = f"{PICK}main(['pick'])\nmain(['run', '--', 'echo', 'ran'])"
-    promise = f"{PICK}main(['run', '--exclusive', '--', 'echo', 'promised'])"
+    ask = "main(['pick'])\nmain(['run', '--', 'echo', 'ran'])"
+    promise = "main(['run', '--exclusive', '--', 'echo', 'promised'])"
     assert run_as(BOB, path, flood).returncode == 0
     answer = run_as(ALICE, path, ask)
     assert answer.stdout == f"{driver.gpus[0].uuid}\nran\n", answer.stderr
@@ -768,8 +760,6 @@ def test_an_unusable_folder_stops_only_promises_and_names_the_remedy(
     subprocess.run(["sh", "-c", make, path], check=True)
     command = """
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.cli import main
-os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = path
 for options in ({"exclusive": True}, {"min_free": 1}):
     try:
         select_gpus(**options)
@@ -800,7 +790,7 @@ main(["run", "--", "echo", "ran"])
         path.unlink()
     else:
         subprocess.run(re.search(r"an administrator can open it to all users: (chmod \S+ \S+)\. ", first)[1].split())
-    assert run_as(ALICE, path, f"os.environ[{variable!r}] = path\n{promise}").stdout == f"{picked}\n"
+    assert run_as(ALICE, path, promise).stdout == f"{picked}\n"
 
 
 @needs_root
@@ -808,15 +798,8 @@ main(["run", "--", "echo", "ran"])
 def test_a_folder_that_cannot_be_created_names_the_remedy(driver: Driver, tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o755)
     path = tmp_path / "closed" / "claims"
-    ask = """
-os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = path
-try:
-    print(*select_gpus(exclusive=True).uuids)
-except Exception as error:
-    print(error)
-"""
     open_log(path.parent)
-    said = run_as(ALICE, path, ask).stdout
+    said = run_as(ALICE, path, ASK).stdout
     assert "claims cannot be used: it cannot be created (Permission denied). " in said
     subprocess.run(re.search(r"An administrator can create it: (mkdir .*?)\. ", said)[1].split(), check=True)
-    assert run_as(ALICE, path, ask).stdout == f"{driver.gpus[0].uuid}\n"
+    assert run_as(ALICE, path, ASK).stdout == f"{driver.gpus[0].uuid}\n"

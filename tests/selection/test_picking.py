@@ -12,7 +12,7 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
-from fake_driver import Driver, gpu, link, mig, process
+from fake_driver import Driver, gpu, mig, process
 
 from lightning_gpu_tools import LightningGpuToolsError, list_gpus, select_gpus
 from lightning_gpu_tools.errors import NotEnoughGpusError
@@ -294,7 +294,7 @@ def test_only_gpus_of_the_named_model_qualify(driver: Driver, name: str) -> None
 def test_joined_gpus_and_those_on_one_node_are_preferred(driver: Driver) -> None:
     driver.gpus = [gpu(memory_free=f"{gib}GiB", numa_node=node) for gib, node in ((40, 0), (10, 0), (39, 1), (38, 1))]
     assert indices(select_gpus(2, min_free="8GiB", claim=False)) == [2, 3]
-    driver.links = [link(0, 2, nvlink=True)]
+    driver.nvlinks = [(0, 2)]
     assert indices(select_gpus(2, min_free="8GiB", claim=False)) == [0, 2]
     driver.gpus[2].utilization = 90
     assert indices(select_gpus(2, claim=False)) == [0, 3]

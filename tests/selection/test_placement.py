@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -66,24 +65,6 @@ sys.stdin.read()
         parent.stdin.close()  # which ends the child
         assert parent.stdout.read() == ""
         assert live_claims(claims_dir) == []
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_jobs_of_two_users_share_no_choice_whatever_their_names(
-    driver: Driver, script: Callable[[str], str], tmp_path: Path
-) -> None:
-    tmp_path.chmod(0o777)
-    for folder in tmp_path.parents:
-        if not folder.stat().st_mode & 0o005:
-            folder.chmod(0o755)
-    (tmp_path / "nvidia_driver_calls.log").chmod(0o666)
-    # What it would import only then may lie where this user may not read.
-    become = "import mmap, socket, lightning_gpu_tools.gpus.nvml\nos.setuid(int(os.environ['BECOME']))\n"
-    names = {"USER", "LOGNAME", "LNAME", "USERNAME"}  # as in a container that was given just a number
-    users = [
-        {name: value for name, value in torchrun(0, BECOME=user).items() if name not in names} for user in ("4711", "0")
-    ]
-    assert placed(driver, script(f"{become}place_and_say(exclusive=True){STAY}"), users) == [[3, 2], [1, 0]]
 
 
 def test_a_claim_of_two_ranks_lives_until_the_last_ends(

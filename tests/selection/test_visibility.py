@@ -26,14 +26,10 @@ def never_asked() -> list[str]:
         pytest.param("", [], id="empty"),
         pytest.param("0,2,-1,1", [0, 2], id="negative-truncates"),
         pytest.param("0,0", [], id="duplicate"),
-        pytest.param("0,9,1", [0], id="out-of-range-truncates"),
-        pytest.param(" 1 , 2", [1, 2], id="blanks-around-numbers"),
         pytest.param("1gpu2,2ampere", [1, 2], id="text-after-numbers"),
-        pytest.param(",0", [], id="empty-entry-truncates"),
         pytest.param("GPU-b", [2], id="unique-prefix"),
         pytest.param("GPU-b,GPU-aaaa,GPU-c", [2], id="ambiguous-prefix-truncates"),
         pytest.param("GPU-b, GPU-c", [2], id="blank-before-uuid-truncates"),
-        pytest.param("GPU-b,0", [2], id="number-after-uuid-truncates"),
         pytest.param("0,GPU-b", [0], id="uuid-after-number-truncates"),
         pytest.param("GPU-zzzz", [], id="unknown-uuid"),
     ],
@@ -48,9 +44,7 @@ def test_a_list_shows_what_cuda_shows(value: str | None, indices: list[int]) -> 
         ("3,1", ""),
         ("", "it hides all GPUs"),
         ("0,9,1", "it names GPU 9; there are 4 (GPUs 0 to 3)"),
-        ("0,0", "it names GPU 0 twice"),
         ("GPU-b, GPU-c", "' GPU-c' is no UUID of a GPU"),
-        ("GPU-zzzz", "no GPUs have a UUID that begins with 'GPU-zzzz'"),
         ("GPU-aaaa", "2 GPUs have a UUID that begins with 'GPU-aaaa'"),
         ("\x1b[2J", r"'\x1b[2J' is no number of a GPU"),
     ],
@@ -75,7 +69,6 @@ def divided() -> list[GpuReading]:
         (None, ["MIG-1111", "MIG-2222", "GPU-whole"]),
         ("0", ["MIG-1111", "MIG-2222"]),
         ("MIG-2", ["MIG-2222"]),
-        ("1,0", ["GPU-whole", "MIG-1111", "MIG-2222"]),
     ],
 )
 def test_mig_instances_are_found_by_every_form_of_their_name(value: str | None, uuids: list[str]) -> None:
@@ -87,7 +80,6 @@ def test_mig_instances_are_found_by_every_form_of_their_name(value: str | None, 
     [
         (None, "2222", "MIG-2222"),  # CUDA's UUID is that of the instance ...
         (None, "aaaa", "MIG-1111"),  # ... or in older versions that of its GPU, of which CUDA shows the first instance
-        ("1", "bbbb", "MIG-3333"),
         ("MIG-2", "aaaa", "MIG-2222"),
         ("MIG-9999", "cccc", "MIG-9999"),  # the driver lists neither
     ],

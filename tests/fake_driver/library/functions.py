@@ -54,17 +54,11 @@ def instances(card: Any) -> list[Any]:
 # Answers that are one number or one text
 
 
-def _link(library: Library, device: Any, other: Any) -> bool | None:
-    """Return whether two GPUs are joined by NVLink."""
+def _p2p_status(library: Library, device: Any, other: Any, _capability: Any) -> int:
     partner = library.find(library._uuids.get(address_of(other), ""))
     library.check(partner, "*")
     pair = {library.state.gpus.index(device), library.state.gpus.index(partner)}
-    return next((link.nvlink for link in library.state.links if set(link.gpus) == pair), False)
-
-
-def _p2p_status(library: Library, device: Any, other: Any, capability: Any) -> int:
-    nvlink = required(_link(library, device, other))
-    return 0 if nvlink or value_of(capability) != 2 else 5  # NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_NOT_SUPPORTED
+    return 0 if pair in map(set, library.state.nvlinks) else 5  # NVML_P2P_STATUS_NOT_SUPPORTED
 
 
 def _milliwatts(library: Library, device: Any) -> float:
@@ -187,8 +181,7 @@ def _memory(_library: Library, device: Any, info: Any) -> None:
 def _memory_v2(library: Library, device: Any, info: Any) -> None:
     _memory(library, device, info)
     info = pointed(info)
-    info.reserved = getattr(device, "memory_reserved", 0)
-    info.used -= info.reserved
+    info.reserved = 0
 
 
 def _processes(device: Any, count: Any, infos: Any, *, graphics: bool) -> None:

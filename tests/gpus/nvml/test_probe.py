@@ -46,7 +46,7 @@ def test_every_sample_of_the_driver_is_seen_once(driver, probe_of):
     assert [seen[0].percent, seen[-1].percent] == [10, 90]
 
 
-@pytest.mark.parametrize("failing_reads", [{0}, {1}, {0, 1}, {2}])
+@pytest.mark.parametrize("failing_reads", [{0}, {1, 2}])
 def test_a_buffer_read_after_a_failure_gives_every_sample_once(driver, probe_of, failing_reads):
     driver.gpus = [gpu(utilization=50, sample_period_s=0.5)]
     probe = probe_of()
@@ -107,15 +107,6 @@ def test_the_clock_is_asked_for_while_something_holds_it_down(driver, probe_of):
     driver.gpus[0].field_values = {"74": 8_000_000_000, "75": 0}
     clocks += [probe.read().held_clock_percent, probe.read().held_clock_percent]
     assert clocks == [None, None, pytest.approx(60), None]
-
-
-def test_pcie_counters_of_32_bits_are_not_believed(driver, probe_of):
-    driver.gpus = [gpu(field_values={"197": 3_000_000_000, "198": 3_900_000_000})]
-    probe = probe_of()
-    assert probe.read().pcie_tx_bytes is None
-    driver.gpus[0].field_values = {"197": 2**32 + 5, "198": 0}
-    sample = probe.read()
-    assert (sample.pcie_tx_bytes, sample.pcie_rx_bytes) == (2**32 + 5, 0)
 
 
 def test_gpm_gives_means_over_the_whole_interval(driver, probe_of):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import venv
 import zipfile
 from importlib import metadata
@@ -64,10 +65,13 @@ def wheel_of_nvidia_ml_py(folder: Path) -> None:
 )
 def test_the_advised_pip_commands_give_what_is_needed(driver, tmp_path, claims_dir):
     driver.gpus = [gpu()]
-    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    venv.create(tmp_path / "venv")
+    python.with_name("pip").write_text(f'#!/bin/sh\nexec {sys.executable} -m pip --python {python} "$@"\n')
+    python.with_name("pip").chmod(0o755)
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     wheel_of_nvidia_ml_py(tmp_path)
-    paths = {"PATH": f"{tmp_path / 'venv' / 'bin'}:{os.environ['PATH']}", **driver.variables()}
+    paths = {"PATH": f"{python.parent}:{os.environ['PATH']}", **driver.variables()}
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
     def sh(command):
