@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from trainings import Model, Samples, loader, quiet_trainer
 
-from lightning_gpu_tools import PortableCheckpointIO, load_from_checkpoint, load_weights
+from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
@@ -36,17 +35,3 @@ def test_saving_from_a_gpu_streams_tensor_by_tensor(tmp_path: Path) -> None:
     write_checkpoint(weights, tmp_path / "a.ckpt")
     grown_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown_mb < 128
-
-
-def test_a_training_on_a_gpu_resumes_there_and_on_the_cpu(tmp_path: Path) -> None:
-    first, path = Model(), tmp_path / "a.ckpt"
-    run = quiet_trainer(tmp_path, accelerator="cuda", plugins=[PortableCheckpointIO()])
-    run.fit(first, loader(Samples(4)))
-    run.save_checkpoint(path)
-    for accelerator in ("cuda", "cpu"):
-        again = quiet_trainer(tmp_path, accelerator=accelerator, max_epochs=2, plugins=[PortableCheckpointIO()])
-        again.fit(Model(), loader(Samples(4)), ckpt_path=path)
-        assert again.global_step == 8
-    loaded = load_from_checkpoint(Model, path)
-    assert loaded.device.type == "cpu"
-    assert torch.equal(loaded.layer.weight, first.layer.weight.cpu())

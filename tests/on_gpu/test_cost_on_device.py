@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
-from trainer.test_step_cost import FROM, STEPS, Counted, Empty
+from trainer.test_step_cost import FROM, STEPS
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
@@ -16,13 +16,6 @@ from lightning_gpu_tools.simulated import SimulatedCudaError, host_waits
 def fit(folder: Path, model: Model, *callbacks: Callback, **options: Any) -> None:
     trainer = quiet_trainer(folder, accelerator="gpu", callbacks=[*callbacks], **options)
     trainer.fit(model, loader(Samples(FROM + STEPS + 1)))
-
-
-def test_a_step_makes_fewer_calls_than_with_two_empty_callbacks(tmp_path: Path) -> None:
-    with_ours, with_empty = Counted(), Counted()
-    fit(tmp_path / "ours", with_ours, GPUUtilizationMonitor(report=False), GPUUtilizationAdvisor())
-    fit(tmp_path / "empty", with_empty, Empty(), Empty())
-    assert with_ours.calls.typical[0] < with_empty.calls.typical[0]
 
 
 class Waits(Callback):

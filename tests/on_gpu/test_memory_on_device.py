@@ -9,24 +9,21 @@ import re
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from rank_processes import processes, run_ranks
 from torch.utils.data import DataLoader
 from trainings import logged, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationMonitor, watch
+from lightning_gpu_tools import GPUUtilizationMonitor
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.memory import counters
 from lightning_gpu_tools.memory.holdings import workspace_sizes
-from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.reports.text import render_text
-from lightning_gpu_tools.trainer.measuring_callback import FitSession
 
 MIB, GIB = 2**20, 2**30
 WIDTH, BATCH = 2048, 4096
@@ -125,52 +122,6 @@ def test_a_report_accounts_for_the_memory_of_the_gpu(
     assert re.search(r"^Memory of GPU 0: .* used, .* free \(100% explained\)", printed, re.MULTILINE)
     assert f"(PID {other_process})" in printed
     assert logged(Path(logger.log_dir)).keys() >= {f"gpu_tools/memory_{name}_bytes" for name in parts}
-
-
-def fit(folder: Path, model: type[LightningModule], *loaders: DataLoader[torch.Tensor], **options: Any) -> RankMemory:
-    """Train, and return the counters' facts."""
-    callbacks = [GPUUtilizationMonitor(report=False)]
-    trainer = quiet_trainer(folder, accelerator="gpu", callbacks=callbacks, num_sanity_val_steps=0, **options)
-    session = FitSession.of(trainer, Callback())
-    trainer.fit(model(), *loaders)
-    return session.timer.memory.facts()
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_moments_of_a_step_show_its_parts(tmp_path: Path, accumulate: int) -> None:
-    facts = fit(tmp_path, Network, batches(8), accumulate_grad_batches=accumulate)
-    first, last = facts.first_step, facts.last_step
-    assert (first.step, last.step, last.batch_shape) == (accumulate, 8, (BATCH, WIDTH))
-    s, f, z, b, e = (one.allocated_bytes for one in last.readings.values())
-    # Every second batch has the gradients of the one before, which are not zeroed.
-    assert f - z == pytest.approx(PARAMETERS if accumulate == 1 else 0, abs=8 * 512)
-    assert f - s == pytest.approx(2 * HIDDEN, rel=0.05)
-    assert b == pytest.approx(s, rel=0.02)
-    assert e == pytest.approx(b, abs=4096)
-    _, _, _, b, e = (one.allocated_bytes for one in first.readings.values())
-    assert e - b == pytest.approx(2 * PARAMETERS, rel=0.02)
-    assert max(facts.peaks_bytes, key=facts.peaks_bytes.__getitem__) in ("forward", "backward", "optimizer")
-    assert facts.holdings.gradients_kept_bytes == facts.holdings.gradients_bytes == PARAMETERS
-
-
-@pytest.mark.parametrize("zero_at_the_end", [True, False])
-def test_a_loop_has_an_account_too(tmp_path: Path, zero_at_the_end: bool) -> None:
-    network = Network().cuda()
-    optimizer = network.configure_optimizers()
-    with watch(folder=str(tmp_path)) as run:
-        for batch in run.batches(batches(8)):
-            if not zero_at_the_end:
-                optimizer.zero_grad()
-            network.training_step(batch.cuda(), 0).backward()
-            optimizer.step()
-            if zero_at_the_end:
-                optimizer.zero_grad()
-    (account,) = load_report(tmp_path).memory
-    parts = account.parts_bytes
-    assert parts["parameters"] == PARAMETERS
-    assert parts["gradients"] == PARAMETERS
-    assert parts["optimizer_states"] == STATES
-    assert parts["earlier_tensors"] >= MIB  # nothing leads from a loop to its buffers
 
 
 def train_two(folder: Path, rank: int) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import occupy, run_ranks, train_slow_ranks
+from rank_processes import run_ranks
+from toys import occupy
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
@@ -69,11 +69,3 @@ def test_the_late_rank_is_named_with_its_line(tmp_path: Path) -> None:
         assert "device_sync" not in causes  # Lightning's check of signals
         waits = {gpu.index: gpu.rank_wait_percent or 0.0 for gpu in report.gpus}
         assert waits[0] > 10 + waits[1]
-
-
-def test_gpus_of_ranks_are_compared_by_their_own_clock(tmp_path: Path) -> None:
-    slow_ranks = {"healthy": None, "forward": 1, "backward": 0, "optimizer": 1}
-    results = run_ranks(tmp_path, train_slow_ranks, options={"slow_ranks": slow_ranks, "on_gpu": True})
-    assert [result.returncode for result in results] == [0, 0], results[0].stderr
-    blamed = json.loads((tmp_path / "blamed.json").read_text())
-    assert blamed == {phase: [] if rank is None else [[rank, phase]] for phase, rank in slow_ranks.items()}

@@ -11,12 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-from lightning_gpu_tools import select_gpus
-from lightning_gpu_tools.advice.shortcomings import shortcomings
-from lightning_gpu_tools.runs.surroundings import read_surroundings
-from lightning_gpu_tools.trainer.facts import LoopRun
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 
@@ -48,21 +42,6 @@ shown = [uuid(device) for device in range(torch.cuda.device_count())]
 print(json.dumps([list(selection.uuids), shown, torch.zeros(1, device="cuda").item()]))
 """)
     assert seen[0] == seen[1]
-
-
-def test_gpus_can_be_picked_after_a_search_for_loader_settings() -> None:
-    started, picked, shown = answer("""
-from lightning_gpu_tools import find_loader_settings
-data = torch.utils.data.TensorDataset(torch.arange(40.0))
-result = find_loader_settings(torch.utils.data.DataLoader(data), 0.01, budget_s=2.0)
-assert not result.reason.startswith("The loader was not changed"), result.reason
-started = cuda.is_initialized()
-selection = select_gpus()
-selection.apply()
-print(json.dumps([started, selection.uuids[0], uuid(0)]))
-""")
-    assert not started
-    assert picked == shown
 
 
 def test_the_code_in_torchs_files_is_what_torch_reports() -> None:
@@ -145,13 +124,6 @@ def test_what_the_report_says_to_ask_for_is_enough(asked: str, tmp_path: Path) -
     assert "--min-free" not in sentence(*advised.split())
 
 
-def test_cudas_own_order_is_that_of_torch() -> None:
-    asked, shown = answer("""
-print(json.dumps([cuda.device_order(), [uuid(device) for device in range(torch.cuda.device_count())]]))
-""")
-    assert asked == shown
-
-
 def test_memory_that_the_holder_uses_by_now_does_not_count_twice() -> None:
     claimed, effective, free, known = answer("""
 selection = select_gpus(min_free="4GiB")
@@ -175,7 +147,7 @@ print(json.dumps([claim.memory_bytes, effective_free_bytes(gpu, [claim]), gpu.me
     "options",
     [
         "accelerator=FreeMemoryCUDAAccelerator(min_free='1GiB')",
-        *(f"strategy={name!r}" for name in ("free_memory", "ddp_free_memory", "fsdp_free_memory")),
+        *(f"strategy={name!r}" for name in ("ddp_free_memory", "fsdp_free_memory")),
     ],
 )
 def test_a_trainer_trains_on_the_gpu_that_was_picked(options: str, tmp_path: Path) -> None:
@@ -197,32 +169,3 @@ print(json.dumps([picked, used, fit(), trainer.global_step]))
 """)
     assert picked == used == again
     assert steps == 2
-
-
-HOLD = """
-import sys
-from lightning_gpu_tools import select_gpus
-held = [select_gpus(**{options!r}) for _ in range({count})]
-print(flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.parametrize(
-    ("count", "options", "who", "what"),
-    [(3, {"min_free": "1MiB"}, "3 claims", "3.00 MiB"), (1, {}, "pid {pid}", "all")],
-)
-def test_claims_of_another_job_on_the_same_gpu_are_named(
-    monkeypatch: pytest.MonkeyPatch, count: int, options: dict[str, object], who: str, what: str
-) -> None:
-    held = torch.zeros(1, device="cuda")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"GPU-{torch.cuda.get_device_properties(held.device).uuid}")
-    hold = HOLD.format(options=options, count=count)
-    with select_gpus(1, min_free="1MiB"):
-        run = LoopRun()
-        assert read_surroundings(run, None).claims == ()  # its own is none
-        with subprocess.Popen([sys.executable, "-c", hold], stdin=-1, stdout=-1, text=True) as other:
-            other.stdout.readline()
-            (told,) = shortcomings(read_surroundings(run, None))
-            other.kill()
-    assert f"({who.format(pid=other.pid)}) has claimed {what} of the memory of GPU " in told

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from rank_processes import start_ranks
-from stall_cases import AT, Acting, Data, Model, fit, hang
+from stall_cases import AT, Model, fit
 
 from lightning_gpu_tools import load_report
 from lightning_gpu_tools.advice.stalls import Stall
@@ -41,26 +40,10 @@ def other_size(folder: Path, rank: int) -> None:
     on_gpu(folder, model=Model(act))
 
 
-def loading(folder: Path, rank: int) -> None:
-    on_gpu(folder, data=Data(lambda index: hang() if rank == 1 and index == 2 * AT else None))
-
-
-def uneven_epochs(folder: Path, rank: int) -> None:
-    """Let one rank compute its result while the other one, which has more batches, is in the same epoch."""
-
-    def reduce(trainer: Trainer) -> None:
-        if trainer.current_epoch == 2:
-            torch.distributed.all_reduce(torch.ones(7, device="cuda"))
-            torch.cuda.synchronize()
-
-    data = Data(length=2 * (AT if rank == 1 else AT + 1))
-    fit(folder, 2.0, Acting("on_train_epoch_end", reduce), data=data, max_epochs=3, accelerator="cuda")
-
-
 @pytest.fixture(scope="module")
 def stalls(tmp_path_factory: pytest.TempPathFactory, two_gpus: None) -> Stalls:
     """Return the stall that each training reports; all of them hang at the same time."""
-    folders = {train: tmp_path_factory.mktemp("hangs") for train in (killed, other_size, loading, uneven_epochs)}
+    folders = {train: tmp_path_factory.mktemp("hangs") for train in (killed, other_size)}
     started = [process for train, folder in folders.items() for process in start_ranks(folder, train)]
     found: Stalls = {}
     until_s = time.monotonic() + 90
@@ -83,23 +66,9 @@ def test_a_killed_rank_leaves_the_others_in_a_collective(stalls: Stalls) -> None
     assert re.search(r" Collective no\. \d+: rank 0 called all_reduce of 5 float32 numbers\.$", stall.why)
 
 
-def test_uneven_batches_come_before_the_calls_that_differ_for_it(stalls: Stalls) -> None:
-    stall = stalls[uneven_epochs]
-    assert (stall.cause, stall.rank) == ("collective", 1)
-    assert stall.why.startswith(f"Rank 1 had {AT} batches in an epoch, rank 0 {AT + 1}. ")
-
-
 def test_calls_with_different_sizes_are_named(stalls: Stalls) -> None:
     """The stacks of both ranks show the same later call."""
     stall = stalls[other_size]
     assert (stall.cause, stall.rank) == ("collective", None)
     sizes = "rank 0 called all_reduce of 7 float32 numbers; rank 1 called all_reduce of 4 float32 numbers."
     assert re.search(rf" Collective no\. \d+: {re.escape(sizes)}$", stall.why)
-
-
-def test_the_rank_that_has_not_called_it_is_behind(stalls: Stalls) -> None:
-    stall = stalls[loading]
-    assert (stall.cause, stall.rank) == ("rank_behind", 1)
-    assert "The training process itself loads data" in stall.why
-    called = r" Collective no\. \d+: rank 0 called all_reduce of 5 float32 numbers; rank 1 did not call it\.$"
-    assert re.search(called, stall.why)

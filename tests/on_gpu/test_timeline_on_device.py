@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader
 from toys import occupy
 from trainings import Model, Samples, Spending, Watch, loader, quiet_trainer
 
-from lightning_gpu_tools import load_report, watch
-from lightning_gpu_tools.training.gpu_timeline import AFTER_STEP, BEFORE_STEP
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import IdleTimes
 from lightning_gpu_tools.training.step_clock import StepClock
@@ -75,8 +73,9 @@ def test_a_wait_behind_gpu_work_is_none(tmp_path: Path) -> None:
     assert idle_share(idle, "data_loading") < 0.1
 
 
-@pytest.mark.parametrize("item", [False, True], ids=["nothing-waits", "behind-a-sync"])
-@pytest.mark.parametrize("slow", ["on_train_batch_start", "on_train_batch_end", "data_loading"])
+@pytest.mark.parametrize(
+    ("slow", "item"), [("on_train_batch_start", False), ("on_train_batch_end", True), ("data_loading", True)]
+)
 def test_a_wait_of_the_gpu_is_named_idle_time(tmp_path: Path, slow: str, item: bool) -> None:
     """A sync has the host wait for the GPU in forward, so that the GPU feels all that comes behind it."""
     model = Busy(0.010 if item else 0.001, item=item)
@@ -105,15 +104,14 @@ def as_built(seconds: float) -> Any:
     return pytest.approx(seconds, rel=0.1, abs=0.0003)
 
 
-@pytest.mark.parametrize("starved_s", [0.0, 0.020], ids=["overlapping", "starved"])
-def test_the_gpus_work_on_the_parts_of_a_step_is_measured(tmp_path: Path, starved_s: float) -> None:
+def test_the_gpus_work_on_the_parts_of_a_step_is_measured(tmp_path: Path) -> None:
     class Starved(Busy):
         def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
             torch.cuda.synchronize()  # so that no work of the step before hides what comes
 
         def occupy_forward(self) -> None:
             occupy(self.forward_s / 2)
-            time.sleep(starved_s)
+            time.sleep(0.020)
             occupy(self.forward_s / 2)
 
     _, idle = train(tmp_path, Starved(0.006, 0.012, 0.003))
@@ -122,58 +120,7 @@ def test_the_gpus_work_on_the_parts_of_a_step_is_measured(tmp_path: Path, starve
         BACKWARD: as_built(0.012),
         OPTIMIZER: as_built(0.003),
     }
-    if starved_s:
-        assert idle.step_s[FORWARD] / idle.samples > 0.020  # between its events
-
-
-def test_what_is_idle_behind_a_sync_is_no_work(tmp_path: Path) -> None:
-    class Syncs(Busy):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            time.sleep(0.020)
-            return loss
-
-    _, idle = train(tmp_path, Syncs(0.006, 0.004, item=True))
-    assert idle.work_s[FORWARD] == as_built(0.006)
-    assert idle.work_s[BACKWARD] == as_built(0.004)
-
-
-class Augments(Busy):
-    """Has a kernel between two steps, before which the batch is copied from pageable memory."""
-
-    def on_after_batch_transfer(self, batch: torch.Tensor, dataloader_idx: int) -> torch.Tensor:
-        occupy(0.020)
-        return batch
-
-
-class Averages(Callback):
-    def on_train_batch_end(self, *args: Any) -> None:
-        occupy(0.020)
-
-
-@pytest.mark.parametrize("callbacks", [(), (Averages(),)], ids=["before a step", "after a step"])
-def test_work_between_two_steps_is_no_idle_time(tmp_path: Path, callbacks: tuple[Callback, ...]) -> None:
-    _, idle = train(tmp_path, Busy(0.003) if callbacks else Augments(0.003), *callbacks)
-    (work_s,) = (idle.work_s[part] for part in (AFTER_STEP, BEFORE_STEP) if idle.work_s.get(part, 0.0) > 0.001)
-    assert work_s == as_built(0.020)
-    assert sum(idle.idle_s.values()) / idle.samples < 0.008
-
-
-def test_waiting_for_a_slow_hook_begins_after_earlier_work(tmp_path: Path) -> None:
-    _, idle = train(tmp_path, Busy(0.003), Averages(), Spending(time.sleep, "on_train_batch_start", 0.060))
-    # Of 60 ms, in the first 20 of which the GPU works, unless the copy of the batch has waited for that.
-    assert 0.55 < idle_share(idle, "callback/Spending") <= 1.02
-
-
-def test_the_only_kernel_of_a_plain_loop_is_its_forward(tmp_path: Path) -> None:
-    layer = torch.nn.Linear(4, 1).cuda()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
-    with watch(folder=tmp_path) as run:
-        for batch in run.batches(loader(Samples(STEPS))):
-            occupy(0.020)
-            layer(batch.cuda()).mean().backward()
-            optimizer.step()
-    assert load_report(tmp_path).gpu_step_s[FORWARD] == as_built(0.020)
+    assert idle.step_s[FORWARD] / idle.samples > 0.020  # between its events
 
 
 def test_one_step_in_eight_is_sampled_by_its_own_generator(tmp_path: Path) -> None:
