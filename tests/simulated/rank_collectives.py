@@ -1,8 +1,7 @@
-"""A rank that calls everything of NCCL that moves data, and prints what came out; ``eager``: it joins at once."""
+"""A rank that calls everything of NCCL that moves data, and prints what came out."""
 
 import json
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -10,7 +9,7 @@ import torch.distributed as dist
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 device = torch.device("cuda", rank)
 torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device if "eager" in sys.argv else None)
+dist.init_process_group("nccl", device_id=device)
 result: dict[str, object] = {}
 
 

@@ -86,20 +86,3 @@ show(report)
 """
     machine = make_machine(["h100-80gb", "h100-80gb"], mig={0: (3, 2, 1)})
     check(run(answer, machine, code, tmp_path), 1, "2g.20gb")
-
-
-def test_the_instance_that_started_cuda_is_used_until_memory_runs_out(
-    make_machine: MakeMachine, answer: Answer, tmp_path: Path
-) -> None:
-    code = """
-import lightning_gpu_tools.strategies
-os.environ["CUDA_VISIBLE_DEVICES"] = list_gpus()[0].mig_instances[2].uuid[:20]
-report = fit(strategy="ddp_free_memory")
-full = fit(strategy="ddp_free_memory", grows_at=20)
-show(report, full=[full.diagnosis.verdict, full.gpus[0].uuid, str(full.diagnosis.findings)])
-"""
-    seen = run(answer, make_machine(["h100-80gb"], mig={0: (3, 2, 1)}), code, tmp_path)
-    check(seen, 2, "1g.10gb")
-    verdict, uuid, findings = seen["full"]
-    assert (verdict, uuid) == ("out_of_memory", seen["uuid"])
-    assert "'total_bytes': 101" in findings  # of 10 GB
