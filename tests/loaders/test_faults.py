@@ -61,13 +61,12 @@ def switch_later() -> Iterator[Callable[..., list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("action", "said"),
+    ("action", "said", "persistent"),
     [
-        (fall, "OSError: cannot be loaded here"),
-        (lambda: os.kill(os.getpid(), signal.SIGBUS), "killed by SIGBUS: most likely /dev/shm is full"),
+        (fall, "OSError: cannot be loaded here", False),
+        (lambda: os.kill(os.getpid(), signal.SIGBUS), "killed by SIGBUS: most likely /dev/shm is full", True),
     ],
 )
-@pytest.mark.parametrize("persistent", [False, True])
 def test_a_fault_under_other_settings_goes_back_to_the_original_ones(
     switch_later: Callable[..., list[int]], action: Callable[[], object], said: str, persistent: bool
 ) -> None:
@@ -78,14 +77,6 @@ def test_a_fault_under_other_settings_goes_back_to_the_original_ones(
     assert said in warning
 
 
-def test_workers_that_cannot_be_started_cost_no_batch(
-    switch_later: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.multiprocessing.Process", multiprocessing.get_context("spawn").Process)
-    with pytest.warns(UserWarning, match="(pickle|get) local object"):
-        assert switch_later(DataLoader(Act(lambda: None), batch_size=None), settings(2)) == IN_ORDER
-
-
 def test_a_worker_that_hangs_is_not_waited_for_for_ever(
     switch_later: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,28 +85,6 @@ def test_a_worker_that_hangs_is_not_waited_for_for_ever(
     with pytest.warns(UserWarning, match="timed out after 0.5 seconds"):
         assert switch_later(DataLoader(Act(lambda: time.sleep(1000)), batch_size=None), settings(2)) == IN_ORDER
     assert time.monotonic() - began_s < 60  # the item alone takes 1,000
-
-
-def test_a_worker_dying_in_mid_step_does_not_break_it() -> None:
-    made = continued(DataLoader(range(len(IN_ORDER)), batch_size=None))  # type: ignore[arg-type]
-    batches = iter(made)
-    seen = [int(next(batches)) for _ in range(4)]
-    made.loading.use(settings(2))
-    seen += [int(next(batches)) for _ in range(6)]
-    kill_the_workers()
-    with pytest.warns(UserWarning, match="killed by SIGKILL"):
-        seen += [int(batch) for batch in batches]
-    assert seen == IN_ORDER
-    made.loading.close()
-
-
-def kill_the_workers() -> None:
-    """Do in a training step what ends all workers, and give Python time to hear of it."""
-    for worker in multiprocessing.active_children():
-        assert worker.pid is not None
-        os.kill(worker.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
-    signal.raise_signal(signal.SIGCHLD)  # the kernel may have given it to another thread
 
 
 @pytest.mark.parametrize("change_at", [0, 6])

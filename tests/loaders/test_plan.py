@@ -15,7 +15,6 @@ from lightning_gpu_tools.loaders.plan import (
     LoaderCase,
     Step,
     choose,
-    confirm_steps,
     max_workers,
     next_trial,
     step_cost,
@@ -165,8 +164,8 @@ def test_trials_that_do_not_reproduce_training_change_nothing(of: LoaderCase, cu
     assert next_trial(replace(of, step=of.step._replace(error_s=None)), trials) not in (None, of.original)
 
 
-@pytest.mark.parametrize("seed", range(50))
-@pytest.mark.parametrize("slower", [0.9, 1.0, 1.15, 1.25])
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("slower", [0.9, 1.25])
 def test_choices_are_near_the_best_despite_slow_stand_ins(slower: float, seed: int) -> None:
     drawn, step_s = random.Random(seed), 0.01
     load_s, stand_in_s = step_s * drawn.uniform(0.5, 12.0), step_s * slower
@@ -263,8 +262,3 @@ def test_settings_are_slower_only_beyond_the_noise(tried: list[Step], original: 
     if slower:
         assert why is not None
         assert "with the original settings" in why
-
-
-def test_many_workers_are_compared_over_as_many_rounds() -> None:
-    assert confirm_steps(NO_WORKERS, workers(4)) == 100
-    assert confirm_steps(NO_WORKERS, workers(32)) == 320

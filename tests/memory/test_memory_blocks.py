@@ -8,7 +8,6 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,22 +117,6 @@ def test_a_step_at_one_size_tells_what_it_is_at_another(step: Step, times: int) 
 def test_what_was_there_before_a_step_is_not_at_its_peak() -> None:
     events = [Block(7, -30), Block(1, 50), Block(2, 40), Block(2, -40)]
     assert blocks_at_peak(events, (1, 2)) == [Block(1, 50, phase="forward"), Block(2, 40, phase="backward")]
-
-
-def test_copies_of_weights_do_not_grow_with_the_batch() -> None:
-    """Take one of two tensors with the size of a copy for the copy, and one in backward for its gradient."""
-    events = [Block(i, 1000) for i in range(4)] + [Block(i, -1000) for i in range(4)]
-    found = events_with_growth(events, (2, 4), [torch.empty(500)], is_mixed=True, fixed=())
-    assert [event.grows for event in found[:4]] == [False, True, False, True]
-
-
-def test_gradients_that_are_added_to_older_ones_do_not_grow() -> None:
-    """Two gradients of a size are made, and one of them stays, so that one more is a temporary block."""
-    events = [Block(i, 1000) for i in range(4)] + [Block(i, -1000) for i in range(3)]
-    weights = [torch.empty(250, requires_grad=True) for _ in range(2)]
-    found = events_with_growth(events, (0, 4), weights, is_mixed=False, fixed=())
-    assert [event.grows for event in found[:4]] == [False, True, True, False]
-    assert [event.size for event in found] == [1000] * 4 + [-1000] * 3
 
 
 def test_blocks_of_a_fixed_size_do_not_grow() -> None:
