@@ -23,7 +23,7 @@ def test_the_gpu_is_idle_between_two_kernels(begin_s: float, end_s: float, idle:
     assert idle_by_phase(Gap(begin_s, end_s, 10.0, PHASES)) == pytest.approx(idle)
 
 
-@pytest.mark.parametrize("busy", ["validation", "rank_wait", "rank_wait/signal check"])
+@pytest.mark.parametrize("busy", ["validation", "rank_wait/signal check"])
 def test_a_gpu_that_validates_or_waits_for_other_ranks_is_busy(busy: str) -> None:
     spent = [("callback/A", 1.0), (busy, 5.0), ("data_loading", 1.0)]
     assert idle_by_phase(Gap(3.0, 10.0, 10.0, spent)) == {"callback/A": 1.0, "data_loading": 1.0}
@@ -63,10 +63,3 @@ def test_the_clocks_are_tied_where_the_gpu_was_idle() -> None:
     assert time.at(5.0) == pytest.approx(100.3)
     time.learn(102.0, 7.0)  # behind other work again
     assert time.at(7.0) == pytest.approx(102.3, abs=1e-3)
-
-
-def test_clocks_that_drift_are_tied_anew() -> None:
-    time = HostTime()
-    for i in range(1000):  # the GPU's clock is 30 millionths fast
-        time.learn(10.0 * i, 10.0 * i * (1 + 30e-6))
-    assert time.at(9990.0 * (1 + 30e-6)) == pytest.approx(9990.0, abs=1e-3)

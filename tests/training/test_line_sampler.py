@@ -15,11 +15,7 @@ from trainings import HandClock
 
 from lightning_gpu_tools.training import line_sampler
 from lightning_gpu_tools.training.line_sampler import SWITCH_S, WINDOW_SAMPLES, LineSampler, WorkerLines
-from lightning_gpu_tools.training.phases import (
-    BACKWARD,
-    CALLBACK,
-    TRAINING_STEP,
-)
+from lightning_gpu_tools.training.phases import BACKWARD, CALLBACK, TRAINING_STEP
 from lightning_gpu_tools.training.source_lines import Seen, line_in
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 
@@ -30,7 +26,6 @@ FIT = (f"{PACKAGES}/lightning/pytorch/trainer/trainer.py", "fit")
 HOOK = (f"{PACKAGES}/lightning/pytorch/trainer/call.py", "_call_callback_hooks")
 SAVE = (f"{PACKAGES}/lightning/pytorch/callbacks/x.py", "save")
 FETCH = (f"{PACKAGES}/torch/utils/data/_utils/fetch.py", "fetch")
-COLLATE = (f"{PACKAGES}/torch/utils/data/_utils/collate.py", "default_collate")
 TORCH = (f"{PACKAGES}/torch/nn/functional.py", "linear")
 PILLOW = (f"{PACKAGES}/PIL/ImageFile.py", "load")
 VISION = (f"{PACKAGES}/torchvision/datasets/folder.py", "__getitem__")
@@ -48,12 +43,10 @@ def seen_in(*calls: tuple[str, str]) -> Seen | None:
 @pytest.mark.parametrize(
     ("calls", "expected"),
     [
-        ((SCRIPT, DECODE), ("data.py", "decode", False)),
         ((SCRIPT, GETITEM, PILLOW, JSON), ("data.py", "__getitem__", False)),
         ((SCRIPT, FIT, HOOK, OURS, DECODE), ("data.py", "decode", False)),
         ((SCRIPT, FIT, HOOK, SAVE, TORCH), ("lightning/pytorch/callbacks/x.py", "save", False)),
         ((SCRIPT, FIT, HOOK, FETCH, GETITEM, DECODE), ("data.py", "decode", True)),
-        ((SCRIPT, OURS, FETCH, COLLATE, TORCH), ("torch/utils/data/_utils/collate.py", "default_collate", True)),
         ((SCRIPT, FETCH, VISION, PILLOW), ("PIL/ImageFile.py", "load", True)),
     ],
 )

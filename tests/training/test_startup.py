@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import Network
 from rank_processes import run_ranks
 from sample_report import REPORT
 from trainings import Model, Samples, loader, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
+from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.reports.text import render_text
 
 S = 0.3  # of each part
@@ -59,19 +57,6 @@ def fit_twice(folder: Path, rank: int) -> None:
     fit(folder / "second")
 
 
-def fit_at_a_prompt(folder: Path, rank: int) -> None:
-    sys.ps1 = ">>> "
-    fit(folder / "at a prompt")
-
-
-def watch_a_loop(folder: Path, rank: int) -> None:
-    time.sleep(S)
-    network = Network()
-    with watch(folder=folder) as run:
-        for batch in run.batches(loader(SlowFirst(5))):
-            network.step(batch)
-
-
 def test_each_part_is_measured(tmp_path: Path) -> None:
     before_s = time.monotonic()
     (ended,) = run_ranks(tmp_path, fit_twice, ranks=1)
@@ -86,27 +71,10 @@ def test_each_part_is_measured(tmp_path: Path) -> None:
     assert sum(first.values()) + sum(second.values()) < took_s
 
 
-def test_nothing_before_the_run_counts_at_a_prompt(tmp_path: Path) -> None:
-    (ended,) = run_ranks(tmp_path, fit_at_a_prompt, ranks=1)
-    assert ended.returncode == 0, ended.stderr
-    assert "own_code" not in load_report(tmp_path / "at a prompt").startup_s
-
-
-def test_a_loop_of_ones_own_has_the_parts_that_it_knows(tmp_path: Path) -> None:
-    (ended,) = run_ranks(tmp_path, watch_a_loop, ranks=1)
-    assert ended.returncode == 0, ended.stderr
-    parts_s = load_report(tmp_path).startup_s
-    assert parts_s["own_code"] >= S
-    assert parts_s["first_batch"] >= S
-    assert "sanity_check" not in parts_s
-
-
 @pytest.mark.parametrize(
     ("wall_s", "parts_s", "line"),
     [
         (4000.0, {"own_code": 9.0}, None),
-        (4000.0, {}, None),
-        (1.0, {"own_code": 1.5}, None),
         (41.4, {"own_code": 9.0, "other": 0.01}, "9.01 s until the first step was done: imports and own code 9 s."),
         (
             4000.0,

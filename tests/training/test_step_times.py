@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from measured_runs import timed_steps
 from trainings import HandClock
 
-from lightning_gpu_tools.training.phases import CHECKPOINT, TRAINING_STEP, VALIDATION
+from lightning_gpu_tools.training.phases import TRAINING_STEP
 from lightning_gpu_tools.training.run_measurements import StepTimes
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 
@@ -58,16 +58,6 @@ def test_slow_steps_are_grouped_by_phase() -> None:
     assert found["callback/Slow"].excess_s == pytest.approx(4 * 1.0)
     assert found["data_loading"].excess_s == pytest.approx(0.5)
     assert found[TRAINING_STEP].steps == tuple(WARM_UP_STEPS + 1 + i for i in range(9, 200, 20))
-
-
-def test_pauses_make_a_step_slow_but_not_long() -> None:
-    steps = [{TRAINING_STEP: 1.0} for _ in range(100)]
-    for i in range(9, 100, 10):
-        steps[i][VALIDATION] = 5.0
-    steps[99][CHECKPOINT] = 7.0
-    times = timed(steps)
-    assert times.max_s == times.p50_s == 1.0
-    assert {slow.phase: slow.count for slow in times.slow} == {VALIDATION: 9, CHECKPOINT: 1}
 
 
 def test_garbage_collection_is_booked_wherever_it_starts_in_this_thread() -> None:

@@ -34,20 +34,6 @@ def test_spans_add_up_to_the_run_and_stay_few() -> None:
     assert sum(span.steps for span in spans) >= 5_000 - 2**10  # all but those of the last span, which is not cut
 
 
-def test_what_begins_has_an_edge_of_its_own() -> None:
-    timeline = PhaseTimeline(width_s=100.0)
-    timeline.start(0.0)
-    timeline.cut_at_edge(50.0, {"training_step": 50.0}, 5)
-    timeline.cut_at_edge(80.0, {"training_step": 50.0, "validation": 30.0}, 5)
-    timeline.cut_at_edge(81.0, {"training_step": 51.0, "validation": 30.0}, 5)  # too short for a span
-    timeline.cut(90.0, {"training_step": 60.0, "validation": 30.0}, 6)
-    assert [(span.end_s, dict(span.phase_s), span.steps) for span in timeline.spans()] == [
-        (50, {"training_step": 50}, 5),
-        (80, {"validation": 30}, 0),
-        (90, {"training_step": 10}, 1),
-    ]
-
-
 @st.composite
 def trees(draw: st.DrawFn) -> Any:
     """Return what a thread does, one after the other: seconds that go by, phases with such a list inside, errors."""

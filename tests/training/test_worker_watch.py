@@ -104,16 +104,6 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return Kernel(tmp_path, monkeypatch)
 
 
-def test_workers_that_compute_are_told_from_workers_that_sleep(kernel: Kernel) -> None:
-    """A worker that has run for 0.6 s of each second and found no core for 0.3 s."""
-    facts = kernel.observed(workers=1, threads={0: lambda step: f"{6 * step * 10**8} {3 * step * 10**8} 77\n"})
-    assert facts.runnable_share == pytest.approx(0.9)
-    assert facts.runnable_threads == pytest.approx(0.9)
-    assert facts.delayed_share == pytest.approx(0.3)
-    assert facts.worker_cores == pytest.approx(0.6)
-    assert facts.pool_library is None
-
-
 def test_the_threads_of_a_pool_count_for_their_worker(kernel: Kernel) -> None:
     """Two workers whose main threads run for half of each second, with two more threads that also wait for a core."""
     pool = dict.fromkeys((1, 2), lambda step: f"{4 * step * 10**8} {4 * step * 10**8} 1\n")
