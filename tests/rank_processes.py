@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import subprocess
@@ -13,12 +12,9 @@ from typing import Any
 
 import fake_driver
 import quiet_kernel
-import torch
 from launched_jobs import free_port
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins.io import TorchCheckpointIO
-from trainings import Model, Raise, Samples, Spending, loader, quiet_trainer
+from trainings import Model, Raise, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 
@@ -113,100 +109,3 @@ def train_on_two_nodes(folder: Path, rank: int, *, slower_s: float, failing_rank
         log_every_n_steps=10,
     )
     trainer.fit(Model(), loader(Samples(2 * 50, time.sleep, slower_s * rank)))
-
-
-class _SlowSaving(TorchCheckpointIO):
-    """Takes its time to save on rank 0, for which the others wait."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        time.sleep(self.seconds)
-
-
-def occupy(seconds: float) -> None:
-    """Keep the GPU busy at least so long, and the host for hardly any time."""
-    torch.cuda._sleep(int(seconds * 2e9))  # in cycles, of which no GPU makes more in a second
-
-
-class _Slow(Model):
-    """A model whose GPU takes its time, or without one its host.
-
-    Ranks meet in its forward pass, too: for the buffers of its BatchNorm and, without a GPU, to log a metric.
-    """
-
-    def __init__(self, forward_s: float, backward_s: float, optimizer_s: float, *, on_gpu: bool) -> None:
-        super().__init__()
-        self.spend, self.meets = (occupy, False) if on_gpu else (time.sleep, True)
-        self.layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
-        self.forward_s, self.backward_s, self.optimizer_s = forward_s, backward_s, optimizer_s
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.spend(self.forward_s)
-        output = self.layer(batch)
-        output.register_hook(lambda gradient: self.spend(self.backward_s))
-        loss = output.square().mean()
-        self.log("loss", loss, sync_dist=self.meets)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = super().configure_optimizers()
-        optimizer.register_step_post_hook(lambda *_: self.spend(self.optimizer_s))
-        return optimizer
-
-
-# A step takes this long on each rank, and that much longer on the slow one.
-_STEP_S, _SLOWER_S = 0.004, 0.025
-
-
-def train_slow_ranks(
-    folder: Path, rank: int, *, slow_ranks: Mapping[str, int | None], steps: int = 60, on_gpu: bool = False
-) -> None:
-    """Train once for each phase, and have rank 0 write which rank is blamed for what.
-
-    Args:
-        folder: Where to write ``blamed.json``.
-        rank: This one.
-        slow_ranks: By the phase in which it is slow.
-        steps: How many each time.
-        on_gpu: Whether each rank has a GPU.
-    """
-    blamed = {}
-    for phase, slow_rank in slow_ranks.items():
-        slower = {phase: _SLOWER_S if rank == slow_rank else 0.0}
-        advisor = GPUUtilizationAdvisor(min_seconds=0.1, min_steps=20)
-        callbacks = [
-            GPUUtilizationMonitor(report=False),
-            advisor,
-            Spending(time.sleep, "on_train_batch_end", slower.get("callback", 0.0)),
-            *([ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1)] if phase == "checkpoint" else ()),
-        ]
-        trainer = quiet_trainer(
-            folder,
-            callbacks=callbacks,
-            accelerator="cuda" if on_gpu else "cpu",
-            devices=int(os.environ["WORLD_SIZE"]),
-            strategy="ddp",
-            max_steps=steps,
-            enable_checkpointing=phase == "checkpoint",
-            plugins=[_SlowSaving(5 * slower.get("checkpoint", 0.0))],
-        )
-        model = _Slow(
-            _STEP_S + slower.get("forward", 0.0),
-            slower.get("backward", 0.0),
-            slower.get("optimizer", 0.0),
-            on_gpu=on_gpu,
-        )
-        samples = Samples(10_000, time.sleep, slower.get("data_loading", 0.0) / 2)
-        trainer.fit(model, loader(samples, batch_size=2))
-        assert advisor.diagnosis is not None
-        # A busy machine may slow a rank down by less.
-        stragglers = [
-            finding.evidence
-            for finding in advisor.diagnosis.findings
-            if finding.cause == "straggler" and finding.evidence["behind_ms_per_step"] > 500 * _SLOWER_S
-        ]
-        blamed[phase] = [[one["rank"], str(one.get("phase")).partition("/")[0]] for one in stragglers]
-    if rank == 0:
-        (folder / "blamed.json").write_text(json.dumps(blamed))

@@ -12,10 +12,8 @@ from lightning.pytorch import Callback, Trainer
 from trainings import Model, Samples, background_threads, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.memory.history import MemoryHistory
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs import run_report
-from lightning_gpu_tools.runs.run_recorder import RunRecorder
 
 
 class WaitFor(Callback):
@@ -29,17 +27,8 @@ class WaitFor(Callback):
             assert self.event.wait(20)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "what"),
-    [
-        (ReportFile, "save", "Writing the report while training runs"),
-        (MemoryHistory, "poll", "Sampling the memory"),
-    ],
-)
-def test_a_fault_in_the_thread_is_warned_about_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, what: str
-) -> None:
-    sound, failed, trains_in = getattr(owner, name), threading.Event(), threading.get_ident()
+def test_a_fault_in_the_thread_is_warned_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound, failed, trains_in = ReportFile.save, threading.Event(), threading.get_ident()
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == trains_in:
@@ -47,7 +36,7 @@ def test_a_fault_in_the_thread_is_warned_about_once(
         failed.set()
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(owner, name, fail)
+    monkeypatch.setattr(ReportFile, "save", fail)
     monkeypatch.setattr(run_report, "FIRST_WRITE_S", 0.0)
     trainer = quiet_trainer(
         tmp_path, callbacks=[GPUUtilizationMonitor(), WaitFor(failed)], log_every_n_steps=5, max_epochs=3
@@ -56,22 +45,7 @@ def test_a_fault_in_the_thread_is_warned_about_once(
         warnings.simplefilter("always")
         trainer.fit(Model(), loader(Samples(40)))
     assert trainer.global_step == 120
-    message = f"{what} failed: PermissionError: [Errno 13] Permission denied."
+    message = "Writing the report while training runs failed: PermissionError: [Errno 13] Permission denied."
     assert [str(one.message) for one in warned].count(message) == 1
     assert load_report(tmp_path).outcome == "completed"
     assert background_threads() == []
-
-
-def test_a_monitor_that_gives_up_leaves_no_running_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fit goes on, but nobody measures it."""
-    monkeypatch.setattr(run_report, "FIRST_WRITE_S", 0.0)
-    written, save = threading.Event(), ReportFile.save
-    monkeypatch.setattr(ReportFile, "save", lambda *args: [save(*args), written.set()][0])
-    monkeypatch.setattr(RunRecorder, "after_step", lambda *args: 1 / 0 if written.is_set() else None)
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), WaitFor(written)])
-    with pytest.warns(UserWarning, match="GPUUtilizationMonitor is off for the rest of this run"):
-        trainer.fit(Model(), loader(Samples(60)))
-    assert trainer.global_step == 60
-    report = load_report(tmp_path)
-    assert report.outcome.startswith("measured only up to step ")
-    assert report.steps < 60

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -77,25 +76,6 @@ def test_the_next_fit_does_not_wait_for_the_picture(tmp_path: Path, monkeypatch:
     publish(TOO_SHORT, ReportFile(tmp_path / "one"))  # which takes the place of the one that is being drawn
     drawing.wait()
     assert names(tmp_path / "one") == [DATA, "gpu_report.previous.json"]
-
-
-def test_why_a_picture_could_not_be_drawn_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    instead_of("matplotlib", "1 / 0", tmp_path, monkeypatch)
-    publish(REPORT, ReportFile(tmp_path / "run"))
-    drawing.wait()
-    assert names(tmp_path / "run") == [DATA]
-    says = "The picture of the report could not be drawn: ZeroDivisionError: division by zero"
-    assert says in capsys.readouterr().out
-
-
-def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    publish(REPORT, ReportFile(tmp_path / "temporary"))
-    shutil.rmtree(tmp_path / "temporary")
-    drawing.wait()
-    assert not (tmp_path / "temporary").exists()
-    assert "could not be" not in capsys.readouterr().out
 
 
 PUBLISH = """

@@ -7,19 +7,17 @@ import re
 import shutil
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from lightning.fabric import Fabric
 from lightning.pytorch import Callback, Trainer
 from own_loops import Network
 from rank_processes import run_ranks
 from real_names import TOLD
-from trainings import Boom, Model, Raise, Samples, loader, quiet_trainer
+from trainings import Boom, Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
 from lightning_gpu_tools.errors import StalledTrainingWarning
@@ -92,18 +90,6 @@ def test_an_error_is_told_without_raw_text(note: Path) -> None:
     assert Path(found["REPORT"]).exists()
 
 
-def test_an_error_before_the_first_step_is_told(note: Path) -> None:
-    class Broken(Model):
-        def validation_step(self, *args: Any) -> None:
-            raise Boom
-
-    with pytest.raises(Boom):
-        train(note, model=Broken(), num_sanity_val_steps=1)
-    found = told(note)
-    assert (found["EVENT"], found["OUTCOME"]) == ("error", "stopped by Boom at step 0")
-    assert (found["REPORT"], found["WHY"]) == ("", "")
-
-
 def test_a_stall_is_told_while_it_lasts(note: Path) -> None:
     class Waits(Callback):
         found: dict[str, str]
@@ -123,25 +109,13 @@ def test_a_stall_is_told_while_it_lasts(note: Path) -> None:
     assert Path(waits.found["REPORT"]).exists()
 
 
-def loop(fabric: Fabric | None, fails: bool = False) -> None:
+def loop(*, fails: bool = False) -> None:
     network = Network()
-    with watch(fabric) as run:
+    with watch() as run:
         for batch in run.batches(loader(Samples(5))):
             network.step(batch)
             if fails:
                 raise Boom
-
-
-@pytest.mark.parametrize("fabric", [None, Fabric(accelerator="cpu", devices=1)], ids=["plain", "fabric"])
-def test_a_loop_of_ones_own_is_told(fabric: Fabric | None, note: Path) -> None:
-    loop(fabric)
-    found = told(note)
-    assert (found["EVENT"], found["OUTCOME"]) == ("end", "completed")
-    assert found["REPORT"] == str(note / "gpu_report" / "gpu_report.json")
-    (note / "note").unlink()
-    with pytest.raises(Boom):
-        loop(fabric, fails=True)
-    assert told(note)["EVENT"] == "error"
 
 
 def train_ranks(folder: Path, rank: int) -> None:
@@ -178,28 +152,6 @@ def _test_folders() -> list[Path]:
     return [tests, tests / "runs", tests.parent / "benchmarks"]
 
 
-def test_what_the_command_prints_is_kept_beside_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask(monkeypatch, tmp_path, "echo to be read; no-such-command; touch done")
-    train(tmp_path)
-    wait_for(tmp_path / "done")
-    text = (tmp_path / "gpu_report" / "notify.log").read_text()
-    assert "to be read" in text
-    assert "no-such-command" in text
-
-
-def test_a_command_that_cannot_be_started_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ask(monkeypatch, tmp_path, f"true {'x' * 200_000}")  # Linux: MAX_ARG_STRLEN is 128 KiB
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        train(tmp_path)
-        train(tmp_path)
-    (message,) = [str(one.message) for one in caught if "NOTIFY" in str(one.message)]
-    assert "was not started: [Errno 7]" in message
-    assert "Verdict: " in capsys.readouterr().out
-
-
 def test_nothing_runs_where_the_package_is_off_or_writes_no_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,11 +161,9 @@ def test_nothing_runs_where_the_package_is_off_or_writes_no_report(
     )
     monkeypatch.setenv(f"{OWN}_DISABLE", "1")
     train(tmp_path)
-    loop(None)
-    with pytest.raises(Boom):
-        train(tmp_path, Raise(2))
+    loop()
     monkeypatch.delenv(f"{OWN}_DISABLE")
-    loop(None)  # the only one that tells anybody
+    loop()  # the only one that tells anybody
     assert wait_for(tmp_path / "notes").read_text() == "run\n"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import subprocess
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from fake_driver import Driver, gpu, process
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from rank_processes import run_ranks, train_on_two_nodes, train_slow_ranks
+from rank_processes import run_ranks, train_on_two_nodes
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, PortableCheckpointIO
@@ -72,15 +71,6 @@ def test_a_rank_that_fails_leaves_nobody_waiting(tmp_path: Path) -> None:
     # What the other node published before is not lost.
     assert [one.node for one in report.gpus] == [0, 1]
     assert [rank.rank for rank in report.ranks] == [0, 1]
-
-
-def test_the_slow_rank_is_blamed_with_its_phase(tmp_path: Path) -> None:
-    phases = ["data_loading", "backward", "callback"]
-    slow_ranks = {"healthy": None, "checkpoint": 0, **{phase: i % 3 for i, phase in enumerate(phases)}}
-    results = run_ranks(tmp_path, train_slow_ranks, ranks=3, options={"slow_ranks": slow_ranks})
-    assert [result.returncode for result in results] == [0] * 3, results[0].stderr
-    blamed = json.loads((tmp_path / "blamed.json").read_text())
-    assert blamed == {phase: [] if rank is None else [[rank, phase]] for phase, rank in slow_ranks.items()}
 
 
 class Wrapped(Model):

@@ -65,20 +65,17 @@ class WaitsForTheReport(Callback):
         self.outcome = load_report("memory://bucket").outcome
 
 
-@pytest.mark.parametrize("has_logger", [False, True])
 def test_a_report_is_written_to_a_url(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     bucket: Any,
-    has_logger: bool,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_report, "FIRST_WRITE_S", 0.05)
-    folder = "memory://bucket/run/" + ("lightning_logs/version_0" if has_logger else "gpu_report")
+    folder = "memory://bucket/run/gpu_report"
     waits = WaitsForTheReport(bucket)
-    options = {"logger": has_logger, "enable_checkpointing": True, "limit_train_batches": 80}
-    train("memory://bucket/run", waits, steps=80, **options)
+    train("memory://bucket/run", waits, steps=80, enable_checkpointing=True)
     assert waits.outcome.startswith("running: step ")
     assert load_report(folder).outcome == "completed"
     assert f"Report: {folder}/gpu_report.json (the run is too short for a picture)\n" in capsys.readouterr().out
@@ -87,10 +84,9 @@ def test_a_report_is_written_to_a_url(
     assert bucket.glob("/bucket/run/**/*.ckpt")
     assert main(["report", "memory://bucket/run"]) == 0
     assert f"Newest report in memory://bucket/run: {folder}/gpu_report.json" in capsys.readouterr().err
-    train("memory://bucket/run", steps=5, logger=has_logger)  # the next run
+    train("memory://bucket/run", steps=5)  # the next run
     assert load_report("memory://bucket/run").steps == 5
-    previous = "memory://bucket/run/gpu_report/gpu_report.previous.json"
-    assert load_report(folder if has_logger else previous).steps == 80
+    assert load_report(f"{folder}/gpu_report.previous.json").steps == 80
     assert not [path for path in bucket.find("/") if path.endswith(".part")]
 
 

@@ -9,20 +9,18 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger
 from sample_report import REPORT
-from torch.utils.data import DataLoader
 from trainings import Model, Samples, loader, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report_file import ReportFile
-from lightning_gpu_tools.runs import run_loaders, run_report
+from lightning_gpu_tools.runs import run_report
 from lightning_gpu_tools.runs.run_report import publish
 
 
@@ -34,21 +32,6 @@ def train(folder: Path, *others: Callback, steps: int = 3) -> None:
 
 def fail(*args: Any, **kwargs: Any) -> Any:
     raise ZeroDivisionError("of ours")
-
-
-class MoreWorkers(Model):
-    """A model whose loader keeps 32 batches ready from the second epoch on."""
-
-    def train_dataloader(self) -> DataLoader[torch.Tensor]:
-        return loader(Samples(60), **({"num_workers": 2, "prefetch_factor": 16} if self.current_epoch else {}))
-
-
-def test_new_settings_of_the_loader_begin_another_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_loaders, "_POLL_EVERY_STEPS", 1)
-    monkeypatch.setattr(run_loaders, "_POLL_EVERY_S", 0.0)
-    options = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
-    quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()], **options).fit(MoreWorkers())
-    assert load_report(tmp_path).warm_up_steps - 60 in (2 * 32, 2 * 32 + 1)
 
 
 class PrintsUnfinishedLines(io.StringIO):
@@ -94,24 +77,6 @@ def test_a_fault_in_the_report_costs_only_itself_and_is_printed(
     assert [path.name for path in tmp_path.rglob("gpu_report.*")] == files
 
 
-class Texts(Logger):
-    """A logger with a place for texts, as TensorBoard's has."""
-
-    name = version = "texts"
-
-    def __init__(self) -> None:
-        self.experiment, self.texts = self, {}
-
-    def add_text(self, name: str, text: str, step: int) -> None:
-        self.texts[name] = text, step
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        assert all(isinstance(value, (int, float)) for value in metrics.values())
-
-    def log_hyperparams(self, *args: Any) -> None:
-        raise AssertionError("those are not ours")
-
-
 class Broken(CSVLogger):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         if any(name.startswith("gpu_tools/") for name in metrics):
@@ -119,8 +84,8 @@ class Broken(CSVLogger):
 
 
 def test_every_logger_gets_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    broken, csv, texts = Broken(tmp_path / "broken"), CSVLogger(tmp_path / "csv"), Texts()
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()], logger=[broken, csv, texts])
+    broken, csv = Broken(tmp_path / "broken"), CSVLogger(tmp_path / "csv")
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()], logger=[broken, csv])
     trainer.fit(Model(), loader(Samples(90)))
     report = load_report(broken.log_dir)
     summary = report.diagnosis.summary()
@@ -129,17 +94,13 @@ def test_every_logger_gets_the_summary(tmp_path: Path, capsys: pytest.CaptureFix
     assert {"gpu_tools/waiting_share", "gpu_tools/step_p50_s", "gpu_tools/step_p95_s"} <= numbers.keys()
     metrics = logged(Path(csv.log_dir)).items()
     assert {name: values[89] for name, values in metrics if name.startswith("gpu_tools/")} == numbers
-    assert texts.texts["gpu_tools/verdict"] == (report.diagnosis.verdict, 89)
     assert "The summary could not be sent to Broken: ConnectionError: the server is away" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("action", ["ignore", "error"])
-def test_no_filter_hides_that_there_is_no_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: Literal["ignore", "error"]
-) -> None:
+def test_no_filter_hides_that_there_is_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_report, "diagnose", fail)
     with warnings.catch_warnings(record=True) as shown:
-        warnings.filterwarnings(action, message=".*without a report")
+        warnings.filterwarnings("ignore", message=".*without a report")
         train(tmp_path)
     assert "because of an internal error: ZeroDivisionError: of ours" in str([str(one.message) for one in shown])
 

@@ -66,7 +66,7 @@ class Runs:
         self.folder = folder
         self.is_measured = is_measured
 
-    def model(self, step: Act = nothing, validate: Act = nothing) -> Any:
+    def model(self, step: Act = nothing) -> Any:
         class Model(self.pl.LightningModule):  # type: ignore[misc, name-defined]
             def __init__(self) -> None:
                 super().__init__()
@@ -80,7 +80,7 @@ class Runs:
                 return loss
 
             def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-                validate()
+                self.layer(batch)
 
             def configure_optimizers(self) -> torch.optim.Optimizer:
                 return torch.optim.SGD(self.parameters(), lr=self.lr)
@@ -104,28 +104,18 @@ class Runs:
             setattr(callback, name, hook)
         return callback
 
-    def trainer(self, *before: Any, after: Any = (), **options: Any) -> Any:
+    def trainer(self, *before: Any, after: Any = ()) -> Any:
         """Return a Trainer with callbacks before and after those of this package."""
         ours = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), NumWorkersFinder()] if self.is_measured else []
-        return self.pl.Trainer(**{**quiet_options(self.folder), **options}, callbacks=[*before, *ours, *after])
+        return self.pl.Trainer(**quiet_options(self.folder), callbacks=[*before, *ours, *after])
 
-    def fit(self, *before: Any, after: Any = (), step: Act = nothing, validate: Act = nothing, **options: Any) -> None:
-        self.trainer(*before, after=after, **options).fit(self.model(step, validate))
+    def fit(self, *before: Any, after: Any = (), step: Act = nothing) -> None:
+        self.trainer(*before, after=after).fit(self.model(step))
 
 
 def lr_find_fails(runs: Runs) -> None:
     tuner = runs.tuner.Tuner(runs.trainer())
     tuner.lr_find(runs.model(), loader(Acting(fail)), early_stop_threshold=None, num_training=5)
-
-
-def tuner_finds(runs: Runs) -> None:
-    tuner, model = runs.tuner.Tuner(runs.trainer()), runs.model()
-    tuner.scale_batch_size(model, steps_per_trial=2, max_trials=2)
-    tuner.lr_find(model, early_stop_threshold=None, num_training=5)
-
-
-def loses_its_callbacks(runs: Runs) -> None:
-    runs.fit(runs.acting(on_train_batch_end=lambda trainer, *args: trainer.callbacks.clear()))
 
 
 def begins_another_trainer(runs: Runs) -> None:
@@ -144,14 +134,11 @@ def says_that_it_runs(folder: Path) -> bool:
 ENDINGS: dict[str, tuple[Callable[[Runs], None], type[BaseException] | None]] = {
     "completes": (lambda runs: runs.fit(), None),
     "fails in the step": (lambda runs: runs.fit(step=fail), Boom),
-    "fails in the sanity check": (lambda runs: runs.fit(validate=fail), Boom),
     "is interrupted": (lambda runs: runs.fit(step=interrupt), SystemExit),
     "fails in setup after ours": (lambda runs: runs.fit(after=[runs.acting(setup=fail)]), Boom),
     "fails in teardown before ours": (lambda runs: runs.fit(runs.acting(teardown=fail)), Boom),
     "fails in on_exception before ours": (lambda runs: runs.fit(runs.acting(on_exception=fail), step=sys.exit), Boom),
     "lr_find fails": (lr_find_fails, Boom),
-    "a tuner finds": (tuner_finds, None),
-    "loses its callbacks": (loses_its_callbacks, None),
     "begins another Trainer": (begins_another_trainer, None),
 }
 
