@@ -1,10 +1,9 @@
 """A training that resumes where it was killed, and prints a digest of its weights at the end.
 
-``python exact_training.py PACKAGE FOLDER RANKS WORKERS [STEP RANK SIGNAL]``: it sends itself the signal at that step.
+``python exact_training.py FOLDER RANKS WORKERS [STEP RANK SIGNAL]``: it sends itself the signal at that step.
 """
 
 import hashlib
-import importlib
 import os
 import random
 import sys
@@ -12,14 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpu_tools import ExactResume
 
-package, folder, ranks, workers, *kill = sys.argv[1:]
-pl: Any = importlib.import_module(package)
+folder, ranks, workers, *kill = sys.argv[1:]
 
 
 class Photos(Dataset[torch.Tensor]):
@@ -30,7 +29,7 @@ class Photos(Dataset[torch.Tensor]):
         return (index + random.random() + np.random.randn() + torch.rand(4)).float() / 40
 
 
-class Model(pl.LightningModule):  # type: ignore[misc, name-defined]
+class Model(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))

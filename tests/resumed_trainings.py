@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import (
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torchmetrics import MeanMetric
 
@@ -35,13 +33,6 @@ class Photos(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         noise = random.random() + np.random.randn() + torch.rand(4)
         return (index + noise).float() / 30
-
-
-class Whole(Photos):
-    """Samples that are fetched by batch."""
-
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        return [self[index] for index in indices]
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -67,17 +58,6 @@ class OwnGenerator(Shuffled):
     def __iter__(self) -> Iterator[int]:
         for _ in range(SAMPLES):
             yield int(self.rng.random() * SAMPLES)
-
-
-class Counting(Shuffled):
-    """A sampler that counts its epochs."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.epoch += 1
-        return iter(random.Random(self.epoch).sample(range(SAMPLES), SAMPLES))
 
 
 class Model(LightningModule):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import cpu_as_cuda
 import pytest
 from fake_driver import Driver, gpu, mig, process
-from launched_jobs import PLACE, claims_in, live_claims, said, slurm
+from launched_jobs import claims_in, live_claims
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -27,7 +24,6 @@ from lightning_gpu_tools.runs.surroundings import claimed_bytes, read_surroundin
 from lightning_gpu_tools.selection.claims import held_claims, warn_once
 from lightning_gpu_tools.trainer.facts import TrainerRun
 
-RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 pytestmark = pytest.mark.usefixtures("cuda")
 
 
@@ -44,7 +40,7 @@ def trainer(devices: object = 1, strategy: str = "auto", **options: object) -> T
 
 @pytest.mark.parametrize(
     ("devices", "expected"),
-    [(1, [3]), ("3", [3, 2, 1]), (-1, [3, 2, 1, 0]), ("auto", [3, 2, 1, 0])],
+    [(1, [3]), ("3", [3, 2, 1]), ("auto", [3, 2, 1, 0])],
 )
 def test_the_freest_gpus_become_the_first_devices(driver: Driver, devices: object, expected: list[int]) -> None:
     made = trainer(devices)
@@ -52,11 +48,6 @@ def test_the_freest_gpus_become_the_first_devices(driver: Driver, devices: objec
     assert cpu_as_cuda.device_numbers(made) == list(range(len(expected)))
     assert made.device_ids == list(range(len(expected)))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(driver.gpus[index].uuid for index in expected)
-
-
-@pytest.mark.parametrize("devices", [-1, "auto"])
-def test_all_means_all_that_qualify(driver: Driver, devices: object) -> None:
-    assert cpu_as_cuda.positions(trainer(devices, min_free="15GiB"), driver) == [3, 2, 1]
 
 
 @pytest.mark.parametrize(("devices", "expected"), [("1,2", [1, 2]), ([3, 0], [3, 0])])
@@ -77,7 +68,7 @@ def test_named_devices_are_checked() -> None:
         trainer([7])
 
 
-@pytest.mark.parametrize(("mask", "devices"), [("1", 1), ("0,1", -1), ("0,1", "auto")])
+@pytest.mark.parametrize(("mask", "devices"), [("1", 1), ("0,1", "auto")])
 def test_exactly_what_a_scheduler_gave_is_left_alone(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, claims_dir: Path, mask: str, devices: object
 ) -> None:
@@ -130,45 +121,6 @@ def test_all_of_a_divided_gpu_is_one_instance(driver: Driver) -> None:
     assert cpu_as_cuda.gpus_of(trainer("auto", min_free="5GiB")) == [driver.gpus[0].mig[1].uuid]
 
 
-@pytest.mark.parametrize("by", ["number", "uuid"])
-def test_two_mig_instances_are_no_grant_of_two(driver: Driver, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    driver.gpus = [gpu(mig=[mig(), mig()])]
-    mask = "0" if by == "number" else ",".join(str(instance.uuid) for instance in driver.gpus[0].mig or ())
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    with pytest.raises(NotEnoughGpusError, match="only one MIG instance, and NCCL does not support MIG"):
-        trainer(2)
-    for name, value in slurm(2, CUDA_VISIBLE_DEVICES=mask).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(NotEnoughGpusError, match="only one MIG instance, and NCCL does not support MIG"):
-        trainer(2, "ddp")
-
-
-def test_options_belong_to_one_accelerator(driver: Driver) -> None:
-    big, small = FreeMemoryCUDAAccelerator(min_free="35GiB"), FreeMemoryCUDAAccelerator(min_free="5GiB")
-    with pytest.raises(NotEnoughGpusError, match=r"asked for 35\.0 GiB"):
-        type(big).parse_devices(4)
-    assert type(small).parse_devices(4) == [0, 1, 2, 3]
-    with pytest.raises(NotEnoughGpusError, match="is NVIDIA H200, asked for A100"):
-        type(FreeMemoryCUDAAccelerator(name="A100")).parse_devices(1)
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda accelerator: pickle.loads(pickle.dumps(accelerator))])
-def test_an_accelerator_can_be_copied_and_sent_to_other_processes(clone: Callable[..., object]) -> None:
-    copied = clone(FreeMemoryCUDAAccelerator(min_free="35GiB"))
-    assert isinstance(copied, FreeMemoryCUDAAccelerator)
-    assert type(copied).__qualname__ == "FreeMemoryCUDAAccelerator"
-    with pytest.raises(NotEnoughGpusError, match=r"asked for 35\.0 GiB"):
-        type(copied).parse_devices(2)
-
-
-def test_one_line_of_the_log_names_the_gpus_and_why(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        trainer(1)
-        trainer(1)
-    (line,) = [record.message for record in caplog.records if record.name.endswith("lightning_gpu_tools")]
-    assert f"GPU 3 ({driver.gpus[3].uuid[:12]}…) with 40.0 GiB free, 0% busy" in line
-
-
 @pytest.mark.follows("Use a free GPU (lightning-gpu-tools pick --exclusive, or", "{}(min_free='{}') claims it.")
 def test_advised_accelerators_find_a_free_gpu_and_claim_what_is_needed(driver: Driver, claims_dir: Path) -> None:
     driver.gpus[3].processes = [process(1)]
@@ -205,17 +157,7 @@ def test_without_a_gpu_the_trainer_says_so(driver: Driver, missing: bool) -> Non
         trainer(1)
 
 
-def test_a_child_numbers_gpus_like_its_parent_with_cuda(driver: Driver, run_python: RunPython) -> None:
-    cpu_as_cuda.start()
-    made = trainer(2)
-    with driver.change():  # the job uses them by now
-        driver.gpus[2].memory_free = driver.gpus[3].memory_free = 0
-    assert cpu_as_cuda.device_numbers(made) == [2, 3]
-    answer = run_python("-c", f"{PLACE}\nplace_and_say(2)", env={"LOCAL_RANK": "1"})
-    assert said(answer.stdout, driver) == {"placed": {1: cpu_as_cuda.positions(made, driver)}}
-
-
-@pytest.mark.parametrize("strategy", ["auto", "ddp_free_memory", "ddp"])
+@pytest.mark.parametrize("strategy", ["auto", "ddp_free_memory"])
 def test_a_trainer_opens_and_reads_the_driver_once(driver: Driver, strategy: str) -> None:
     driver.forget_calls()
     trainer(2, strategy)

@@ -31,12 +31,12 @@ from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
 
 
 @pytest.mark.parametrize(
-    ("saved_as", "in_thread"),
-    [*((name, False) for name in WRAPPINGS), pytest.param("compile(DataParallel)", True, marks=saves_after_a_fit)],
+    "in_thread",
+    [False, pytest.param(True, marks=saves_after_a_fit)],
 )
-def test_the_file_has_clean_keys_and_any_wrapping_loads_it(saved_as: str, in_thread: bool, tmp_path: Path) -> None:
+def test_the_file_has_clean_keys_and_any_wrapping_loads_it(in_thread: bool, tmp_path: Path) -> None:
     plugin, path = PortableCheckpointIO(), tmp_path / "a.ckpt"
-    run, source = trained(tmp_path, saved_as, AsyncCheckpointIO(plugin) if in_thread else plugin)
+    run, source = trained(tmp_path, "compile(DataParallel)", AsyncCheckpointIO(plugin) if in_thread else plugin)
     run.strategy.checkpoint_io.teardown()
     stored = torch.load(path)  # as any other program would
     expected = [f"net.{key}" for key in make_net().state_dict()]
@@ -47,13 +47,7 @@ def test_the_file_has_clean_keys_and_any_wrapping_loads_it(saved_as: str, in_thr
         target = Lit(loaded_as, seed=1)
         trainer(tmp_path).test(target, ckpt_path=path, verbose=False)
         assert same(source, target), loaded_as
-
-
-def test_vanilla_lightning_reads_the_file(tmp_path: Path) -> None:
-    _, source = trained(tmp_path, "DataParallel")
-    target = Lit(seed=1)
-    trainer(tmp_path, TorchCheckpointIO(), epochs=2).fit(target, ckpt_path=tmp_path / "a.ckpt")
-    assert same(source, Lit.load_from_checkpoint(tmp_path / "a.ckpt"))
+    assert same(source, Lit.load_from_checkpoint(path))  # Lightning's own
 
 
 def test_every_entry_point_of_the_trainer_loads_through_the_plugin(tmp_path: Path) -> None:
@@ -75,8 +69,8 @@ def test_every_entry_point_of_the_trainer_loads_through_the_plugin(tmp_path: Pat
     assert run.current_epoch == 4
 
 
-@pytest.mark.parametrize("wrapping", ["plain", "compile(DataParallel)"])
-def test_resuming_is_bitwise_the_same_as_not_having_stopped(wrapping: str, tmp_path: Path) -> None:
+def test_resuming_is_bitwise_the_same_as_not_having_stopped(tmp_path: Path) -> None:
+    wrapping = "compile(DataParallel)"
     straight, whole = Lit(wrapping), trainer(tmp_path, epochs=4)
     whole.fit(straight)
     _, first = trained(tmp_path, wrapping, epochs=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +17,8 @@ from trainings import (
     Model,
     Samples,
     SpendingLogger,
-    Stream,
     background_threads,
     loader,
-    logged,
     quiet_trainer,
 )
 
@@ -74,30 +71,6 @@ def test_every_second_of_a_stage_is_booked_where_it_was_spent(
     assert f"─ {ACTIVITIES[stage]} step " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("stage", "length"), [("validate", "known"), ("predict", "known"), ("test", "unknown")])
-def test_several_loaders_of_any_length_are_one_run(
-    tmp_path: Path, hand_clock: HandClock, stage: str, length: str
-) -> None:
-    class OfBoth(Model):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            super().validation_step(batch, batch_idx)
-
-        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            super().test_step(batch, batch_idx)
-
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            return super().predict_step(batch, batch_idx)
-
-    samples = [Samples(count, hand_clock.spend, 1.0) for count in (5, 3)]
-    loaders = [loader(one if length == "known" else Stream(one)) for one in samples]
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
-    run(trainer, stage, OfBoth(hand_clock.spend, step_s=1.0, validation_s=1.0), *loaders)
-    report = report_of(tmp_path, stage)
-    assert (report.steps, report.phase_s["training_step/forward"]) == (8, 8.0)
-    # Lightning fetches the first batch of a loader without a length before the run begins.
-    assert report.phase_s["data_loading"] + report.phase_s["epoch_start"] == (8 if length == "known" else 7)
-
-
 def test_each_stage_of_a_trainer_has_its_own_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()])
     model = Model()
@@ -137,8 +110,7 @@ def test_a_slow_loader_of_a_stage_is_diagnosed(tmp_path: Path, capsys: pytest.Ca
     assert f"Model; {stage}; 150 steps" in printed
 
 
-@pytest.mark.parametrize("stage", ["test", "predict"])
-def test_a_stage_that_fails_is_reported_up_to_there(tmp_path: Path, stage: str) -> None:
+def test_a_stage_that_fails_is_reported_up_to_there(tmp_path: Path) -> None:
     class Failing(Samples):
         def __getitem__(self, index: int) -> torch.Tensor:
             if index == 7:
@@ -147,21 +119,19 @@ def test_a_stage_that_fails_is_reported_up_to_there(tmp_path: Path, stage: str) 
 
     trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
     with pytest.raises(Boom):
-        run(trainer, stage, Model(), loader(Failing(20)))
-    report = report_of(tmp_path, stage)
+        run(trainer, "predict", Model(), loader(Failing(20)))
+    report = report_of(tmp_path, "predict")
     assert report.outcome == "stopped by Boom at step 7: the dataset failed at index 7"
     assert background_threads() == []
 
 
-def test_nothing_of_a_stage_goes_to_the_loggers(tmp_path: Path) -> None:
-    logger = SpendingLogger(tmp_path, lambda seconds: None, 0.0)
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()], logger=logger)
-    run(trainer, "test", Model(), loader(Samples(3)))
-    assert [*logged(Path(logger.log_dir))] == ["val_loss"]
+def log_in_each_step(folder: Path, rank: int) -> None:
+    """Test on two ranks that take turns at being late, and that exchange a metric: in each step, and as advised."""
+    log_with(folder / "before", rank, on_step=True)
+    log_with(folder / "after", rank, on_step=False)
 
 
-def log_in_each_step(folder: Path, rank: int, *, options: dict[str, Any]) -> None:
-    """Test on two ranks that take turns at being late, and that exchange a metric as the options say."""
+def log_with(folder: Path, rank: int, **options: bool) -> None:
 
     class Uneven(Model):
         def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
@@ -176,31 +146,11 @@ def log_in_each_step(folder: Path, rank: int, *, options: dict[str, Any]) -> Non
 
 @pytest.mark.follows("Pass on_step=False to self.log")
 def test_ranks_that_log_as_advised_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    def advice(**options: Any) -> str:
-        results = run_ranks(tmp_path, log_in_each_step, nodes=2, options={"options": options})
-        assert [result.returncode for result in results] == [0, 0], "".join(result.stderr for result in results)
-        findings = {one.cause: one.advice for one in report_of(tmp_path, "test").diagnosis.findings}
+    def advice(name: str) -> str:
+        findings = {one.cause: one.advice for one in report_of(tmp_path / name, "test").diagnosis.findings}
         return findings.get("communication", "")
 
-    ((option, value),) = re.findall(r"Pass (on_step)=(False) to self\.log to synchronize", advice(on_step=True))
-    assert not advice(**{option: value == "True"})
-
-
-@pytest.mark.parametrize("stage", ["validate", "predict"])
-def test_a_stage_reports_its_gpu_and_survives_failures(
-    cuda: object, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The driver is a fake one, and torch has no CUDA: its events and its memory cannot be read."""
-    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "RANK"):
-        monkeypatch.setenv(name, "0")  # so that what Lightning sets here does not stay
-        monkeypatch.delenv(name)
-    callbacks = [GPUUtilizationMonitor(interval_s=0.02), GPUUtilizationAdvisor()]
-    trainer = quiet_trainer(tmp_path, strategy="ddp", accelerator="cuda", devices=1, callbacks=callbacks)
-    try:
-        results = run(trainer, stage, Model(time.sleep, 0.001, 0.001), loader(Samples(40)))
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-    report = report_of(tmp_path, stage)
-    assert (report.steps, report.outcome, len(report.gpus)) == (40, "completed", 1)
-    assert len(results) == (40 if stage == "predict" else 1)
+    results = run_ranks(tmp_path, log_in_each_step, nodes=2)
+    assert [result.returncode for result in results] == [0, 0], "".join(result.stderr for result in results)
+    assert "Pass on_step=False to self.log to synchronize" in advice("before")
+    assert not advice("after")

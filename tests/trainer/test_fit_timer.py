@@ -16,7 +16,6 @@ from trainings import (
     Samples,
     Spending,
     SpendingLogger,
-    Stream,
     Watch,
     loader,
     quiet_trainer,
@@ -110,13 +109,6 @@ def test_all_that_a_checkpoint_callback_does_is_checkpointing(time: HandClock, t
     saving = {"callbacks": callbacks, "plugins": [SlowDisk()], "enable_checkpointing": True}
     watch = watched_fit(time, tmp_path, Model(), loader(Samples(6)), **saving)
     assert watch.clock.seconds == {"checkpoint": 6 * (0.5 + 1.0) + 5 * 3.0, "callback/Cleaner": 3.0}
-
-
-def test_a_loader_of_unknown_length_is_one_batch_ahead(time: HandClock, tmp_path: Path) -> None:
-    watch = watched_fit(time, tmp_path, Model(), loader(Stream(Samples(6, time.spend, 1.0))), max_epochs=2)
-    # Lightning fetches the first batch of the first epoch before training starts; that of the second starts the epoch.
-    assert watch.clock.seconds["data_loading"] + watch.clock.seconds["epoch_start"] == 5 + 6
-    assert watch.clock.wall_s == sum(watch.clock.seconds.values())
 
 
 def test_hooks_of_the_users_classes_are_booked_by_their_names(time: HandClock, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import multiprocessing
 import re
@@ -51,8 +52,13 @@ def value(pattern: str, advice: str) -> str:
 # --- communication ------------------------------------------------------------------------------------------------
 
 
-def sent_bytes(folder: Path, rank: int, *, accumulate: int, halved: bool, **options: bool) -> None:
-    """Train 8 batches on two ranks, and print how many times gradients were sent, and the bytes of each time."""
+def sent_in_each(folder: Path, rank: int, *, changes: list[dict[str, Any]]) -> None:
+    """Train with each of these changes on two ranks, and leave the bytes of each time that gradients were sent."""
+    (folder / f"sent{rank}").write_text(json.dumps([sent_bytes(folder, **one) for one in changes]))
+
+
+def sent_bytes(folder: Path, *, accumulate: int, halved: bool, **options: bool) -> list[int]:
+    """Train 8 batches, and return the bytes of each time that gradients were sent."""
     sent: list[int] = []
 
     def counted(state, bucket):  # type: ignore[no-untyped-def] # torch refuses annotations as text
@@ -78,7 +84,7 @@ def sent_bytes(folder: Path, rank: int, *, accumulate: int, halved: bool, **opti
         callbacks=[Register()],
     )
     trainer.fit(Model(), loader(Samples(8)))
-    print("sent", len(sent), *sent, "in all")
+    return sent
 
 
 @pytest.mark.follows("Average gradients less often ({}) or send half the bytes", "Set Trainer(accumulate_grad_batches=")
@@ -90,22 +96,16 @@ def test_gradients_are_sent_as_seldom_and_small_as_advised(tmp_path: Path) -> No
     assert "bf16_compress_hook" in finding.advice
     more = value(r"DDPStrategy\((\w+=True)\)", finding.advice)
     options = dict.fromkeys(re.findall(r"(\w+)=True", more), True)
-    answers = []
-    for number, changes in enumerate(
-        (
-            {"accumulate": 1, "halved": False},
-            {"accumulate": accumulate, "halved": False, **options},
-            {"accumulate": 1, "halved": True, **options},
-        )
-    ):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        ended = run_ranks(folder, sent_bytes, ranks=2, options=changes)
-        assert not any(rank.returncode for rank in ended), ended[0].stderr
-        answers.append([int(one) for one in value(r"sent ([\d ]+) in all", ended[0].stdout).split()])
-    before, seldom, small = answers
-    assert before[0] == accumulate * seldom[0] == small[0]
-    assert small[1] == before[1] / 2
+    changes = [
+        {"accumulate": 1, "halved": False},
+        {"accumulate": accumulate, "halved": False, **options},
+        {"accumulate": 1, "halved": True, **options},
+    ]
+    ended = run_ranks(tmp_path, sent_in_each, options={"changes": changes})
+    assert not any(rank.returncode for rank in ended), ended[0].stderr
+    before, seldom, small = json.loads((tmp_path / "sent0").read_text())
+    assert len(before) == accumulate * len(seldom) == len(small)
+    assert small[0] == before[0] / 2
 
 
 # --- data_loading -------------------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback, Trainer
-from trainings import HandClock, Model, Samples, loader, quiet_trainer
+from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
@@ -56,14 +55,6 @@ def test_a_slow_callback_is_named_wherever_it_comes(tmp_path: Path, slow_first: 
     assert advisor.diagnosis.findings[0].evidence["name"] == "SlowCallback"
 
 
-def test_frequent_validation_of_short_steps_is_named(tmp_path: Path, hand_clock: HandClock) -> None:
-    callbacks = [GPUUtilizationAdvisor(min_seconds=0), GPUUtilizationMonitor()]
-    trainer = quiet_trainer(tmp_path, callbacks=callbacks, val_check_interval=5, limit_val_batches=2)
-    model = Model(hand_clock.spend, step_s=0.001, validation_s=0.0015)
-    with pytest.warns(LowGPUUtilizationWarning, match=r"Validation takes 3\d% of the wall time\. Validate less often"):
-        trainer.fit(model, loader(Samples(400)), loader(Samples(2)))
-
-
 def test_the_diagnosis_can_be_asked_for_during_training(tmp_path: Path) -> None:
     seen = []
 
@@ -99,21 +90,3 @@ def test_an_advisor_alone_brings_a_monitor(tmp_path: Path, capsys: pytest.Captur
             assert names(trainer) == (expected or before)
             assert load_report(folder).outcome == "completed"
             assert capsys.readouterr().out.count("Verdict:") == 1
-
-
-def test_slow_steps_are_named_with_their_period(tmp_path: Path, hand_clock: HandClock) -> None:
-    class NowAndThen(Model):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            hand_clock.spend(0.02 if batch_idx % 20 else 0.4)
-            return super().training_step(batch, batch_idx)
-
-    advisor = GPUUtilizationAdvisor(min_seconds=0)
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), advisor])
-    with pytest.warns(LowGPUUtilizationWarning, match='Find what runs every 20 steps in "forward"'):
-        trainer.fit(NowAndThen(), loader(Samples(222), batch_size=1))
-    report = load_report(tmp_path)
-    (finding,) = report.diagnosis.findings
-    assert (finding.cause, finding.evidence["every_steps"]) == ("slow_steps", 20)
-    assert finding.share == pytest.approx(10 * 0.38 / report.wall_s, rel=0.01)
-    assert (report.step_s_median, report.step_s_p95, report.step_s_max) == pytest.approx((0.02, 0.4, 0.4))
-    assert report.samples_per_s == pytest.approx(201 / (190 * 0.02 + 11 * 0.4))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from trainings import HandClock, Model, Samples, Spending, Watch, loader, quiet_trainer
@@ -121,21 +120,6 @@ class SlowHooks(SlowParts):
         self.spend(0.016)
 
 
-class SlowScheduler(torch.optim.lr_scheduler.ConstantLR):
-    def step(self, *args: Any) -> None:
-        if len(args) == 0 and hasattr(self, "spend"):
-            self.spend(0.5)
-        super().step(*args)
-
-
-class Scheduled(SlowParts):
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        scheduler = SlowScheduler(optimizer)
-        scheduler.spend = self.spend
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
 def per_step(clock: StepClock) -> dict[str, float]:
     return {phase: pytest.approx(seconds / STEPS) for phase, seconds in clock.seconds.items()}
 
@@ -164,11 +148,6 @@ def test_the_models_own_hooks_are_lines_and_lightnings_are_not(time: HandClock, 
     }
 
 
-def test_a_scheduler_is_booked_by_its_class(time: HandClock, tmp_path: Path) -> None:
-    clock = timed_fit(time, tmp_path, Scheduled(time.spend))
-    assert per_step(clock) == {**PARTS, "callback/SlowScheduler.step": 0.5}
-
-
 class SlowPrecision(MixedPrecision):
     """Spends time in clipping and in its scaler."""
 
@@ -184,50 +163,3 @@ class SlowPrecision(MixedPrecision):
 
     def clip_grad_by_norm(self, *args: Any) -> None:
         self.spend(0.25)
-
-
-class Metric(torchmetrics.MeanMetric):
-    spend: Callable[[float], None]
-
-    def compute(self) -> torch.Tensor:
-        self.spend(4.0)
-        return super().compute()
-
-
-class Logging(SlowParts):
-    """Spends time where Lightning zeroes gradients, and where it computes a metric for the log, also in validation."""
-
-    def __init__(self, spend: Callable[[float], None]) -> None:
-        super().__init__(spend)
-        self.metric, self.val_metric = Metric(), Metric()
-        self.metric.spend = self.val_metric.spend = spend
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.metric.update(1.0)
-        self.log("metric", self.metric, on_step=False, on_epoch=True)
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.val_metric.update(1.0)
-        self.log("val_metric", self.val_metric)
-
-    def configure_optimizers(self) -> Any:
-        class SlowToZero(SlowSGD):
-            def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-                self.spend(0.5)
-                super().zero_grad(*args, **kwargs)
-
-        return SlowToZero(self, self.spend)
-
-
-def test_what_lightning_does_in_a_step_has_lines_of_its_own(time: HandClock, tmp_path: Path) -> None:
-    plugins = [SlowPrecision(time.spend)]
-    clock = timed_fit(time, tmp_path, Logging(time.spend), plugins=plugins, gradient_clip_val=1.0)
-    assert per_step(clock) == {
-        **PARTS,
-        "training_step/zero_grad": 0.5,
-        "training_step/gradient_clipping": 0.25,
-        "training_step/gradient_scaler": 0.125,
-        "logging/self.log": 4.0 / STEPS,
-        "validation": 4.0 / STEPS,
-    }

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 from fake_driver import Driver, gpu
-from lightning.fabric import Fabric
 from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from trainings import Model, Samples, loader, logged, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.reports.page import render_page
 from lightning_gpu_tools.reports.text import render_text
 
@@ -128,39 +127,29 @@ def test_a_custom_logger_needs_no_experiment_or_folder(
     assert {"gpu/0/utilization_percent/mean", "gpu_tools/step_p50_s"} <= logger.kept.keys()
     assert [*(tmp_path / "root").rglob("gpu_report.json")]
 
-    fabric = Fabric(accelerator="cpu", loggers=Bare())
-    with watch(fabric) as run:
-        assert sum(1 for _ in run.batches(fabric.setup_dataloaders(loader(Samples(80))))) == 80
-    assert len([*tmp_path.rglob("gpu_report.json")]) == 2
-    assert fabric.logger.kept.keys() >= {"gpu_tools/step_p50_s"}
-
     said = capsys.readouterr().out + "".join(str(one.message) for one in recwarn)
     assert not any(words in said for words in ("could not be sent", "no files", "is off"))
 
 
-@pytest.mark.parametrize("libraries", [*([name] for name in LOGGERS), [*LOGGERS]], ids="-".join)
+@pytest.mark.parametrize("library", LOGGERS)
 def test_a_logger_keeps_metrics_summary_and_report(
-    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libraries: list[str]
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
-    for library in libraries:
-        pytest.importorskip(library, reason=f"{library} is not installed")
+    pytest.importorskip(library, reason=f"{library} is not installed")
     monkeypatch.setenv("COMET_START_ONLINE", "0")  # with Lightning's own online=False Comet keeps nothing
     for name in ("COMET_ERROR_TRACKING_ENABLE", "WANDB_ERROR_REPORTING"):
         monkeypatch.setenv(name, "false")
     driver.gpus = [gpu(utilization=80, memory_total="80GiB", memory_free="30GiB")]
     csv = CSVLogger(tmp_path / "csv")
-    made = {library: LOGGERS[library](tmp_path / library) for library in libraries}
+    logger, read = LOGGERS[library](tmp_path / library)
     callbacks = [GPUUtilizationMonitor(interval_s=0.05, devices="all"), GPUUtilizationAdvisor()]
-    trainer = quiet_trainer(
-        tmp_path, logger=[csv, *(logger for logger, _ in made.values())], log_every_n_steps=20, callbacks=callbacks
-    )
+    trainer = quiet_trainer(tmp_path, logger=[csv, logger], log_every_n_steps=20, callbacks=callbacks)
     trainer.fit(Model(time.sleep, step_s=0.01), loader(Samples(80)))
     report = load_report(csv.log_dir)
     ours = {name: values for name, values in logged(Path(csv.log_dir)).items() if name.startswith("gpu")}
     last = {name: values[max(values)] for name, values in ours.items()}
     assert {"gpu/0/utilization_percent/mean", "gpu/0/memory_used_bytes", "gpu_tools/step_p50_s"} <= last.keys()
-    for library, (_, read) in made.items():
-        metrics, texts = read()
-        assert {name: metrics[name] for name in last} == pytest.approx(last, rel=1e-6)  # TensorBoard keeps 32 bits
-        assert texts["gpu_tools/verdict"] == report.diagnosis.verdict
-        assert texts["gpu_tools/report"] == (render_text if library == "tensorboard" else render_page)(report)
+    metrics, texts = read()
+    assert {name: metrics[name] for name in last} == pytest.approx(last, rel=1e-6)  # TensorBoard keeps 32 bits
+    assert texts["gpu_tools/verdict"] == report.diagnosis.verdict
+    assert texts["gpu_tools/report"] == (render_text if library == "tensorboard" else render_page)(report)

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 from loader_switching import frozen_states
-from trainings import Boom, Model, Samples, background_threads, fault_in, hide, loader, quiet_trainer
+from trainings import Boom, Model, Samples, background_threads, fault_in, loader, quiet_trainer
 
 from lightning_gpu_tools import (
     GPUUtilizationAdvisor,
     GPUUtilizationMonitor,
     NumWorkersFinder,
     PortableCheckpointIO,
-    patches,
 )
-from lightning_gpu_tools.loaders import plan, workers
+from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.loaders.passes import Loading
-from lightning_gpu_tools.loaders.settings import SHUT_DOWN_WORKERS
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
-from lightning_gpu_tools.trainer import compat, num_workers_finder
+from lightning_gpu_tools.trainer import num_workers_finder
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks
 from lightning_gpu_tools.trainer.fit_timer import EvaluationTimer, FitTimer
 from lightning_gpu_tools.trainer.measuring_callback import STEP_HOOKS, FitSession, MeasuringCallback
-from lightning_gpu_tools.training import compat as torch_compat
 
 STEPS, FAILS_AT = 4, 2
 
@@ -129,18 +124,11 @@ def test_a_fault_in_any_hook_changes_nothing(
     "function",
     [
         num_workers_finder._Fit._adopt,
-        num_workers_finder.continued,
-        plan.step_cost,
-        num_workers_finder.read_host_budget,
         num_workers_finder.search,
         Loading.close,
         FitSession.begin,
-        FitSession.after_step,
-        GPUUtilizationMonitor._stepped,
         GPUUtilizationAdvisor._stepped,
         FitSession.finish,
-        FitSession.release,
-        RunRecorder.after_step,
         RunRecorder.measurements,
         FitTimer._start,
         EvaluationTimer._time_loop,
@@ -157,31 +145,3 @@ def test_a_fault_in_the_middle_of_a_hook_changes_nothing(
     with fault_in(function, lambda: RuntimeError("ours")) as raised:
         assert train(tmp_path, [made() for made in CALLBACKS.values()], None) == as_usual[None]
     assert raised
-
-
-PRIVATE_NAMES = [
-    (module, name)
-    for module in (compat, torch_compat)
-    for name in sorted(set(re.findall(r'"(_[a-z]\w+)"', Path(str(module.__file__)).read_text())))
-]
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        *PRIVATE_NAMES,
-        (workers, SHUT_DOWN_WORKERS),
-        *[(patches, name) for name in ("process_dataloader", compat.AFTER_ERROR, compat.AFTER_RUN)],
-    ],
-)
-def test_a_missing_private_name_changes_nothing(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    as_usual: dict[int | None, Outcome],
-    module: ModuleType,
-    name: str,
-) -> None:
-    at = FAILS_AT if name == compat.AFTER_ERROR else None
-    hide(monkeypatch, module, name)
-    monkeypatch.setattr(plan, "STUDY_STEPS", 3)
-    assert train(tmp_path, [made() for made in CALLBACKS.values()], at) == as_usual[at]

@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -111,15 +110,13 @@ def find(
     return finder.result, watch
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
-def test_a_short_training_gets_workers_and_stays_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_short_training_gets_workers_and_stays_the_same(tmp_path: Path) -> None:
     tuned = Noisy()
     plain = copy.deepcopy(tuned)
     plain.step_s = 0.0
-    loader = shuffled(Slow(60), **options)
     # Five epochs: enough to compare with the original settings again, if other programs slow the machine down.
-    result, watch = find(tmp_path, loader, GPUUtilizationMonitor(), model=tuned, max_epochs=5)
-    as_usual = train(tmp_path, [], shuffled(Samples(60), **options), plain, max_epochs=5)
+    result, watch = find(tmp_path, shuffled(Slow(60)), GPUUtilizationMonitor(), model=tuned, max_epochs=5)
+    as_usual = train(tmp_path, [], shuffled(Samples(60)), plain, max_epochs=5)
     assert result.applied
     assert result.confirmed
     assert result.settings is not None
@@ -173,13 +170,9 @@ def test_without_apply_the_settings_are_measured_and_advised(tmp_path: Path) -> 
     assert finder.result.reason in finding.advice
 
 
-@pytest.mark.parametrize("finder_first", [True, False])
-def test_a_training_that_is_too_short_says_so_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, finder_first: bool
-) -> None:
-    callbacks = [NumWorkersFinder(), GPUUtilizationMonitor()]
+def test_a_training_that_is_too_short_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        train(tmp_path, callbacks if finder_first else callbacks[::-1], shuffled(Samples(20)), Noisy(0.0))
+        train(tmp_path, [GPUUtilizationMonitor(), NumWorkersFinder()], shuffled(Samples(20)), Noisy(0.0))
     (line,) = [line for line in caplog.messages if "NumWorkersFinder" in line]
     assert line == "NumWorkersFinder: Training ended after 20 steps, but a search needs 25."
     report = load_report(tmp_path)
@@ -197,14 +190,6 @@ def test_random_augmentation_moves_to_the_workers_and_that_is_said(tmp_path: Pat
     assert "now come from the workers" in result.reason
     assert watch.workers[-1] >= 2
     assert sorted(int(batch[0]) for batch in watch.batches[:40]) == list(range(40))
-
-
-def test_a_fast_enough_loader_is_left_alone(tmp_path: Path) -> None:
-    result, watch = find(tmp_path, shuffled(Samples(30)), model=Noisy(0.05))
-    assert result.settings == result.original
-    # On a busy machine, it waits for its samples, too, and trials show that no workers help.
-    assert re.search("No settings can make it 5% faster|No other settings were more than 3% faster", result.reason)
-    assert set(watch.workers) == {0}
 
 
 def test_what_was_found_holds_for_loaders_that_are_made_again(tmp_path: Path) -> None:
@@ -228,22 +213,9 @@ def test_of_several_loaders_the_slowest_is_changed(tmp_path: Path) -> None:
     assert 'The loader is "slow" (Slow).' in result.reason
 
 
-def test_an_unchangeable_slow_loader_is_named_with_the_reason(tmp_path: Path) -> None:
-    slow = Samples(60, time.sleep, LOAD_S)
-    loaders = {"fast": DataLoader(Samples(60)), "stream": DataLoader(Stream(slow))}
-    result, watch = find(tmp_path, loaders, model=Noisy(key="fast"))
-    assert result.reason.startswith('The training loader "stream" (Stream) is unchanged: `Stream` is iterable')
-    assert watch.workers == [0, 0]
-
-
 class OwnKind:
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter([torch.ones(1, 4)] * 30)
-
-
-class Stateful(DataLoader[Any]):
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
 
 class Caching(Samples):
@@ -255,10 +227,7 @@ class Caching(Samples):
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        (lambda: DataLoader(Stream(Samples(30))), "`Stream` is iterable and does not split by worker"),
-        (lambda: OwnKind(), "OwnKind, not a torch DataLoader"),
-        (lambda: shuffled(num_workers=1, in_order=False), "in_order is False"),
-        (lambda: Stateful(Samples(30)), "keeps its position"),
+        (OwnKind, "OwnKind, not a torch DataLoader"),
         (lambda: shuffled(Caching(30)), "its dataset changes while it is used"),
         (lambda: DataLoader(Samples(30), sampler=DrawsAlways()), "its sampler draws random numbers during the epoch"),
     ],
@@ -310,7 +279,7 @@ def test_trial_runs_of_a_tuner_are_no_training(tmp_path: Path) -> None:
     assert watch.workers[:24] == [0] * 24
 
 
-@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"overfit_batches": 5}, {}])
+@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {}])
 def test_it_stays_out_where_it_is_not_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -352,41 +321,18 @@ def test_settings_that_fail_are_reverted_without_losing_a_batch(tmp_path: Path) 
     assert "The new settings failed in use" in result.reason
 
 
-class SlowerSteps(Noisy):
-    """Takes twice as long as the first steps once a file is there, as on a machine that other programs slow down."""
-
-    def __init__(self, flag: Path) -> None:
-        super().__init__()
-        self.flag, self.began_s = flag, list[float]()
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.began_s.append(time.monotonic())
-        if self.flag.exists():
-            self.step_s = 2 * median(after - before for before, after in itertools.pairwise(self.began_s[:25]))
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("slower", ["workers", "machine"])
-def test_only_settings_slower_than_the_original_are_reverted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: str
-) -> None:
+def test_settings_slower_than_the_original_are_reverted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "CONFIRM_GROUP_STEPS", 2)
     monkeypatch.setattr(plan, "_DEEP_PREFETCH", 2)  # more batches under way would need a longer training
     monkeypatch.setattr(loader_plan, "_PREFETCH_FROM_SPREAD", ())  # on a busy machine, batches come unevenly
     flag = tmp_path / "slow"
-    model = SlowerSteps(flag if slower == "machine" else tmp_path / "never")
     # Four workers then take 150 ms a batch. The original 52 ms stay below that under any load.
-    dataset = Slow(160, lambda: slower == "workers" and flag.exists() and time.sleep(0.6))
-    result, watch = find(tmp_path, DataLoader(dataset), WhenApplied(flag.touch), model=model)
+    dataset = Slow(160, lambda: flag.exists() and time.sleep(0.6))
+    result, watch = find(tmp_path, DataLoader(dataset), WhenApplied(flag.touch))
     assert [int(batch[0]) for batch in watch.batches] == list(range(160))
     used = [workers for workers, _ in itertools.groupby(watch.workers)]
-    if slower == "machine":
-        assert result.settings is not None
-        assert used == [0, result.settings.num_workers, 0, result.settings.num_workers]
-        assert (result.applied, result.confirmed) == (True, True)
-    else:
-        assert len(used) == 3
-        assert used[-1] == 0
-        assert result.settings == result.original
-        assert (result.applied, result.confirmed) == (False, False)
-        assert re.search(r"in use: a step took .*, compared with .* with the original settings, so", result.reason)
+    assert len(used) == 3
+    assert used[-1] == 0
+    assert result.settings == result.original
+    assert (result.applied, result.confirmed) == (False, False)
+    assert re.search(r"in use: a step took .*, compared with .* with the original settings, so", result.reason)

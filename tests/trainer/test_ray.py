@@ -6,18 +6,12 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
-from fake_driver import Driver, gpu
-from launched_jobs import free_port, live_claims, positions
-from slurm_cluster import wait_for
 from trainings import Model
 
 from lightning_gpu_tools import load_weights
@@ -89,56 +83,3 @@ def test_callbacks_checkpoints_and_ranks_work_under_ray_train(
     folder = re.search(r"CHECKPOINT (.*)", answer.stdout)
     assert folder is not None
     assert load_weights(Model(), Path(folder[1], "checkpoint.ckpt"))
-
-
-SEEN = """
-import os, sys, time
-import ray
-
-@ray.remote(num_gpus=1)
-def seen():
-    time.sleep(1)  # so that the other one does not get the same GPU afterwards
-    return os.environ["CUDA_VISIBLE_DEVICES"]
-
-ray.init(address=sys.argv[1], log_to_driver=False)
-print("SEEN", *ray.get([seen.remote(), seen.remote()]))
-"""
-
-
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_a_ray_cluster_under_run_keeps_the_picked_gpus(
-    driver: Driver,
-    claims_dir: Path,
-    run_python: RunPython,
-    short_folder: str,
-    monkeypatch: pytest.MonkeyPatch,
-    end: signal.Signals,
-) -> None:
-    # This cluster's own, so that it has nothing to do with others of this user.
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", os.urandom(32).hex())
-    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (10, 20, 30, 40)]
-    port = free_port()
-    run = ["-m", "lightning_gpu_tools", "run", "-n", "2", "--exclusive", "--"]
-    start = ["-m", "ray.scripts.scripts", "start", "--head", "--num-gpus=2", "--num-cpus=2", "--block"]
-    options = [f"--port={port}", "--include-dashboard=false", f"--temp-dir={short_folder}", "--disable-usage-stats"]
-    command = [sys.executable, *run, sys.executable, *start, *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as cluster:
-        try:
-            assert cluster.stdout is not None
-            assert any("Ray runtime started" in line for line in cluster.stdout)
-            answer = run_python("-c", SEEN, f"127.0.0.1:{port}")
-            assert answer.returncode == 0, answer.stderr
-            seen = [line.split()[1:] for line in answer.stdout.splitlines() if line.startswith("SEEN")]
-            assert sorted(positions(driver, seen[0])) == [2, 3], answer.stderr
-            assert live_claims(claims_dir) == [("exclusive", 2)]
-        finally:
-            cluster.send_signal(end)
-            cluster.wait(timeout=60)
-    assert live_claims(claims_dir) == []
-    wait_for(lambda: not left_of(short_folder))
-
-
-def left_of(folder: str) -> list[psutil.Process]:
-    """The processes whose command names the cluster's folder."""
-    return [one for one in psutil.process_iter(["cmdline"]) if folder in " ".join(one.info["cmdline"] or ())]

@@ -97,12 +97,6 @@ def measured_again(folder: Path, batches: Callable[[TrainingWatch], Iterable[Any
         return None
 
 
-def test_the_slow_loader_of_two_in_a_loop_is_named(tmp_path: Path) -> None:
-    loaders: list[Any] = [DataLoader(Samples(BATCHES)), photos()]
-    found = measured(tmp_path, lambda run: zip(*map(run.batches, loaders), strict=True))
-    assert "for the loader number 2 (Photos)" in found.advice
-
-
 @pytest.mark.follows("watch() sees no DataLoader inside of this ", "enumerate(run.batches(loader)), not")
 def test_a_hidden_loader_gets_settings_once_passed_directly(tmp_path: Path) -> None:
     found = measured(tmp_path, lambda run: run.batches(enumerate(photos())))

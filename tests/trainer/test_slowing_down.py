@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 from trainings import HandClock, Model, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, load_report, watch
+from lightning_gpu_tools import GPUUtilizationAdvisor
 from lightning_gpu_tools.runs import run_recorder, session
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.types import Finding
@@ -150,10 +150,3 @@ def test_growing_batches_are_named_and_shuffled_ones_are_healthy(tmp_path: Path)
     assert found is not None
     assert found.evidence["kind"] == "larger_batches"
     assert fit(tmp_path, Steady(), loader=DataLoader(Lengths(), shuffle=True)) is None
-
-
-def test_a_loop_of_ones_own_is_told_too(tmp_path: Path) -> None:
-    with watch(folder=str(tmp_path), min_seconds=0.001) as run:
-        for number, _ in enumerate(run.batches(DataLoader(Rows()))):
-            clock.spend(STEP_S * (1 + number / STEPS))
-    assert [one.cause for one in load_report(tmp_path).diagnosis.findings] == ["slowing_down"]

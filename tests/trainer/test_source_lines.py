@@ -14,23 +14,18 @@ import pytest
 import torch
 from decoding import Decoded
 from lightning.pytorch import Callback, Trainer
-from trainings import Boom, Model, Samples, burn, loader, quiet_trainer
+from trainings import Boom, Model, loader, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.training import line_sampler
 from lightning_gpu_tools.training.line_sampler import WorkerLines
-from lightning_gpu_tools.training.phases import CALLBACK, DATA_LOADING
+from lightning_gpu_tools.training.phases import DATA_LOADING
 
 ENOUGH = 40  # samples, so that a busy machine's few at other lines do not matter
 MAX_STEPS = 5_000
-
-
-class Slow(Callback):
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        burn(0.005)
 
 
 class Until(Callback):
@@ -83,10 +78,6 @@ def train(
     return load_report(folder)
 
 
-def functions(report: Report, phase: str) -> list[str]:
-    return [one.function for one in report.lines if one.phase.startswith(phase)]
-
-
 def test_the_loaders_line_is_named_everywhere(tmp_path: Path) -> None:
     report = train(tmp_path, DATA_LOADING, loader(Decoded(MAX_STEPS)))
     finding = next(one for one in report.diagnosis.findings if one.cause == "data_loading")
@@ -97,32 +88,6 @@ def test_the_loaders_line_is_named_everywhere(tmp_path: Path) -> None:
     (path,) = tmp_path.rglob("gpu_report.json")
     assert json.loads(path.read_text())["lines"][0]["function"] == "decode"
     assert main(["report", str(path), "--full"]) == 0
-
-
-def test_a_callbacks_line_is_named(tmp_path: Path) -> None:
-    report = train(tmp_path, CALLBACK, loader(Samples(MAX_STEPS)), callbacks=(Slow(),))
-    finding = next(one for one in report.diagnosis.findings if one.cause == "callback")
-    assert "trainings.py" in str(finding.evidence["source_lines"]).partition(",")[0]
-    # A sample on a busy machine may see the line of one phase and the name of the next.
-    phases = {one.phase for one in report.lines if one.function == "burn" and one.samples > 1}
-    assert phases == {"callback/Slow"}
-
-
-def test_a_loop_of_ones_own_names_its_lines(tmp_path: Path) -> None:
-    layer = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
-    with watch(folder=str(tmp_path), min_steps=5, min_seconds=0.01) as run:
-        for batch in run.batches(loader(Decoded(MAX_STEPS))):
-            optimizer.zero_grad()
-            layer(batch).square().mean().backward()
-            optimizer.step()
-            assert run._training is not None
-            if seen(run._training.session.recorder, DATA_LOADING) >= ENOUGH:
-                break
-    report = load_report(tmp_path)
-    assert functions(report, DATA_LOADING)[0] == "decode"
-    steps = {one.function for one in report.lines if one.phase.startswith("training_step")}
-    assert steps <= {"test_a_loop_of_ones_own_names_its_lines"}
 
 
 def test_a_training_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from trainings import Model, Samples, loader, quiet_trainer
 
 import lightning_gpu_tools
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.runs import session
-from lightning_gpu_tools.trainer.measuring_callback import STEP_HOOKS
 
 PACKAGE = str(Path(lightning_gpu_tools.__file__).parent)
 FROM, STEPS = 120, 100  # after the warm-up and the first judgment
@@ -96,26 +95,3 @@ def test_a_step_makes_fewer_calls_than_with_two_empty_callbacks(
         assert with_ours < empty
     assert 10 < ours[50] < 60
     assert ours[1] - ours[50] < 10  # around the logger; hardly one asks whether to log
-
-
-def test_lightning_calls_no_hook_of_a_step_that_does_nothing(tmp_path: Path) -> None:
-    class Overridden(GPUUtilizationAdvisor):
-        backwards = 0
-
-        def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
-            super().on_after_backward(trainer, pl_module)
-            self.backwards += 1
-
-    class Seen(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
-            self.shown = [
-                [name for name in STEP_HOOKS if callable(getattr(one, name))] for one in trainer.callbacks[:2]
-            ]
-
-    advisor, seen = Overridden(min_steps=1, min_seconds=0), Seen()
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), advisor, seen])
-    trainer.fit(Model(), loader(Samples(40)))
-    assert seen.shown == [["on_validation_batch_start"], ["on_after_backward"]]
-    assert advisor.backwards == 40
-    assert advisor.diagnosis is not None
-    assert all(callable(getattr(one, name)) for one in trainer.callbacks[:2] for name in STEP_HOOKS)

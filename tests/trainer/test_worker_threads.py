@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -23,7 +22,7 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, lo
 
 class Photos(Samples):
     def __getitem__(self, index):
-        {work}
+        numpy.ones((700, 700)) @ numpy.ones((700, 700))
         return super().__getitem__(index)
 
 def one_thread(worker):
@@ -39,26 +38,19 @@ findings = load_report({folder!r}).diagnosis.findings
 found = {{one.cause: [one.advice, one.evidence] for one in findings}}
 print("FOUND", json.dumps(found))
 """
-WORK = {
-    "cv2": "import cv2; cv2.GaussianBlur(numpy.zeros((1500, 1500, 3), numpy.uint8), (15, 15), 0)",
-    "numpy": "a = numpy.ones((700, 700)); a @ a",
-}
 CALL = re.compile(r"[\w.]+\(\d\)")
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not count waits")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core has no thread pools")
 @pytest.mark.follows("{} keeps {} threads runnable, on {}. Limit libraries to one thread")
-@pytest.mark.parametrize("library", WORK)
 def test_thread_pools_in_workers_are_named_and_end_as_advised(
-    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]], library: str
+    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    for needed in (library, "threadpoolctl"):
-        if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"{needed} is not installed")
+    pytest.importorskip("threadpoolctl")
 
     def train(*calls: str) -> Any:
-        script = TRAIN.format(work=WORK[library], folder=str(tmp_path), calls=calls)
+        script = TRAIN.format(folder=str(tmp_path), calls=calls)
         answer = run_python("-c", script, env={"OMP_NUM_THREADS": None}, cwd=Path(__file__).parents[1])
         lines = [line for line in answer.stdout.splitlines() if line.startswith("FOUND ")]
         assert lines, answer.stderr
@@ -72,7 +64,6 @@ def test_thread_pools_in_workers_are_named_and_end_as_advised(
     assert evidence["workers_runnable_threads"] > 1.5
     assert "threads runnable, on 2 cores. Limit libraries to one thread in worker_init_fn: " in advice
     calls = CALL.findall(advice)
-    assert ("cv2.setNumThreads(0)" in calls) == (library == "cv2")
     advice, evidence = train(*calls)
     assert evidence["workers_runnable_threads"] < 1.5
     assert "worker_init_fn" not in advice
