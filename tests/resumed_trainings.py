@@ -129,6 +129,13 @@ class Manual(Model):
         scheduler.step(self.trainer.callback_metrics["loss_epoch"])
 
 
+class Unscheduled(Model):
+    """A model whose learning rate stays, so that it is the same on all ranks."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
 class Kill(Callback):
     """An end of the process, as far as the rest of the training is concerned."""
 

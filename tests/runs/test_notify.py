@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +129,14 @@ def test_one_rank_tells_for_all(tmp_path: Path) -> None:
     assert wait_for(tmp_path / "ranks").read_text() == "0\n"
 
 
-def test_a_command_that_hangs_delays_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python: Callable[..., Any]
-) -> None:
-    ask(monkeypatch, tmp_path, "echo $$ > part && mv part pid && exec sleep 1000")
-    program = "import test_notify; test_notify.train(test_notify.Path('.'))"
-    ended = run_python("-c", program, env={"PYTHONPATH": os.pathsep.join([*map(str, _test_folders())])})
+def train_and_hang(folder: Path, rank: int) -> None:
+    os.chdir(folder)
+    os.environ[f"{OWN}_NOTIFY"] = "echo $$ > part && mv part pid && exec sleep 1000"
+    train(folder)
+
+
+def test_a_command_that_hangs_delays_nothing(tmp_path: Path) -> None:
+    (ended,) = run_ranks(tmp_path, train_and_hang, ranks=1)
     assert ended.returncode == 0, ended.stderr
     pid = int(wait_for(tmp_path / "pid").read_text())
     hanging = psutil.Process(pid)  # the program has ended, and did not wait
@@ -145,11 +146,6 @@ def test_a_command_that_hangs_delays_nothing(
         assert not [file for file in hanging.open_files() if "notify.log" not in file.path]
     finally:
         os.kill(pid, signal.SIGKILL)
-
-
-def _test_folders() -> list[Path]:
-    tests = Path(__file__).parents[1]
-    return [tests, tests / "runs", tests.parent / "benchmarks"]
 
 
 def test_nothing_runs_where_the_package_is_off_or_writes_no_report(

@@ -109,14 +109,14 @@ def of_cores(report: Any) -> Any:
 
 @pytest.mark.follows("Start fewer of them, or start them with nice -n 19, so that", "or with `nice -n 19`")
 def test_a_programs_own_processes_are_named_and_go_last_with_nice(one_core: None, tmp_path: Path) -> None:
-    with children(tmp_path, 5) as started:
+    with children(tmp_path, 3) as started:
         report = train(tmp_path, burn, 0.03)
         taken_s = cpu_s(started)
     finding = of_cores(report)
     assert (report.diagnosis.findings[0], finding.evidence["kind"]) == (finding, "own_children")
     assert finding.evidence["taken_by"].startswith("child processes of this job (simulator) use ")
     command = re.search(r"start them with (nice -n 19), so", finding.advice)[1].split()  # type: ignore[index]
-    with children(tmp_path, 5, *command) as started:
+    with children(tmp_path, 3, *command) as started:
         train(tmp_path, burn, 0.03)
         # The training takes as much as before.
         assert cpu_s(started) < taken_s / 2

@@ -31,6 +31,7 @@ from resumed_trainings import (
     Photos,
     Shuffled,
     Stream,
+    Unscheduled,
     check,
     everything,
     plain,
@@ -102,11 +103,6 @@ class Unfreezing(BaseFinetuning):
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.layer[0], optimizer, lr=0.01)
-
-
-class Unscheduled(Model):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.02)
 
 
 CALLBACKS: dict[str, Callable[[], Callback]] = {

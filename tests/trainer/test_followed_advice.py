@@ -167,7 +167,7 @@ def unfrozen() -> Iterator[None]:
 def test_collections_skip_what_is_frozen_as_advised(tmp_path: Path, unfrozen: None) -> None:
     def collecting_s(folder: Path) -> float:
         callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=1, min_seconds=0.001)]
-        quiet_trainer(folder, callbacks=callbacks).fit(CollectingModel(), loader(Samples(200)))
+        quiet_trainer(folder, callbacks=callbacks).fit(CollectingModel(), loader(Samples(80)))
         return load_report(folder).phase_s["garbage_collection"]
 
     finding = found("garbage_collection", TIME_CAUSES["garbage_collection"].sick)

@@ -95,7 +95,7 @@ def test_less_validation_within_epochs_is_as_short_as_usual(tmp_path: Path, hand
 
 @pytest.mark.follows("check_val_every_n_epoch={}")
 def test_validation_in_fewer_epochs_takes_no_more_than_usual(tmp_path: Path, hand_clock: HandClock) -> None:
-    course = Course(tmp_path, hand_clock, max_epochs=40)
+    course = Course(tmp_path, hand_clock, max_epochs=20)
     loaders = loader(Samples(10)), loader(Samples(20))
     advice = advice_on(course.report(*loaders), "validation")
     assert not advice_on(course.report(*loaders, **options_in(r"Trainer\((check_val\w+=\d+)\)", advice)), "validation")
@@ -107,7 +107,7 @@ def test_validation_in_fewer_epochs_takes_no_more_than_usual(tmp_path: Path, han
 )
 def test_workers_of_validation_are_kept(tmp_path: Path, hand_clock: HandClock) -> None:
     course = Course(tmp_path, hand_clock, val_check_interval=40)
-    train, now = loader(Samples(400)), {"num_workers": 2}
+    train, now = loader(Samples(160)), {"num_workers": 2}
     advice = advice_on(course.report(train, slowly_starting(hand_clock, 4, **now)), "validation")
     assert "Keep the workers of the validation loader: DataLoader(" in advice
     assert "less often" not in advice
@@ -119,7 +119,7 @@ def test_workers_of_validation_are_kept(tmp_path: Path, hand_clock: HandClock) -
 @pytest.mark.follows("Validation spends {}% of its time waiting for its loader. {} DataLoader(")
 def test_validation_with_the_advised_workers_is_shorter(tmp_path: Path) -> None:
     course = Course(tmp_path, val_check_interval=20)
-    train, data = loader(Samples(60)), Samples(80, time.sleep, 0.02)
+    train, data = loader(Samples(60)), Samples(40, time.sleep, 0.02)
     before = course.report(train, loader(data))
     changed = options_in(r"DataLoader\(\.\.\., (.*?)\)", advice_on(before, "validation"))
     after = course.report(train, loader(data, **changed))
@@ -130,7 +130,7 @@ def test_validation_with_the_advised_workers_is_shorter(tmp_path: Path) -> None:
     "or keep the loader's workers between epochs (persistent_workers=True)", "longer epochs; `persistent_workers=True`"
 )
 def test_workers_that_are_kept_start_no_epoch_anew(tmp_path: Path, hand_clock: HandClock) -> None:
-    course = Course(tmp_path, hand_clock, max_epochs=12)
+    course = Course(tmp_path, hand_clock, max_epochs=6)
     advice = advice_on(course.report(slowly_starting(hand_clock, 30, num_workers=1)), "epoch_start")
     kept = slowly_starting(hand_clock, 30, num_workers=1, **options_in(r"\((persistent_workers=True)\)", advice))
     assert not advice_on(course.report(kept), "epoch_start")
@@ -141,7 +141,7 @@ def test_a_logger_that_writes_as_rarely_as_advised_is_no_cause(tmp_path: Path, h
     course = Course(tmp_path, hand_clock, log_every_n_steps=1)
 
     def report(**options: Any) -> Report:
-        return course.report(loader(Samples(300)), logger=SpendingLogger(tmp_path, hand_clock.spend, 0.01), **options)
+        return course.report(loader(Samples(120)), logger=SpendingLogger(tmp_path, hand_clock.spend, 0.01), **options)
 
     advice = advice_on(report(), "logging")
     assert not advice_on(report(**options_in(r"Trainer\((log_every_n_steps=\d+)\)", advice)), "logging")
@@ -172,7 +172,7 @@ def test_metrics_off_the_progress_bar_cause_no_wait(tmp_path: Path, hand_clock: 
 
     def advice(**options: Any) -> str:
         watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
-        quiet_trainer(tmp_path, callbacks=watching).fit(Logging(**options), loader(Samples(200)))
+        quiet_trainer(tmp_path, callbacks=watching).fit(Logging(**options), loader(Samples(100)))
         return advice_on(load_report(tmp_path), "logging")
 
     without = options_in(r"without (prog_bar=True)", advice(prog_bar=True))
@@ -194,7 +194,7 @@ def test_a_test_that_logs_as_advised_writes_once(tmp_path: Path, hand_clock: Han
     def advice(**options: Any) -> str:
         watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
         logger = SpendingLogger(tmp_path, hand_clock.spend, 0.01)
-        quiet_trainer(tmp_path, callbacks=watching, logger=logger).test(Tested(**options), loader(Samples(200)))
+        quiet_trainer(tmp_path, callbacks=watching, logger=logger).test(Tested(**options), loader(Samples(100)))
         return advice_on(load_report(Path(logger.log_dir) / "test"), "logging")
 
     assert not advice(**options_in(r"(on_step=False)", advice(on_step=True)))
@@ -249,7 +249,7 @@ def test_checkpoints_as_rare_as_advised_are_no_cause(tmp_path: Path, hand_clock:
     course = Course(tmp_path, hand_clock, enable_checkpointing=True, plugins=[SlowDisk(hand_clock.spend)])
 
     def report(**options: Any) -> Report:
-        return course.report(loader(Samples(400)), callbacks=(ModelCheckpoint(tmp_path / "saved", **options),))
+        return course.report(loader(Samples(160)), callbacks=(ModelCheckpoint(tmp_path / "saved", **options),))
 
     advice = advice_on(report(every_n_train_steps=2), "checkpoint")
     assert not advice_on(report(**options_in(r"ModelCheckpoint\((every_n_train_steps=\d+)\)", advice)), "checkpoint")

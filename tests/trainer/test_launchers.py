@@ -93,14 +93,12 @@ end()
     assert answer.stderr.count("min_free=last: 25.2 GiB (peak 21.0 GiB of LitModel") == 2  # once a Trainer
 
 
-def test_forked_and_spawned_ranks_agree(run_job: RunJob) -> None:
+def test_spawned_ranks_agree(run_job: RunJob) -> None:
     code = """
 if __name__ == "__main__":
-    for strategy in ("ddp_fork", "ddp_spawn"):
-        fit(strategy, accelerator=FreeMemoryCUDAAccelerator(), strategy=strategy)
+    fit("spawned", accelerator=FreeMemoryCUDAAccelerator(), strategy="ddp_spawn")
 """
-    alone = {0: [3, 2]}  # the others run no script
-    run_job(FIT + code, ddp_fork=alone, ddp_spawn=alone)
+    run_job(FIT + code, spawned={0: [3, 2]})  # the others run no script
 
 
 def test_ranks_that_torchrun_restarts_choose_again_and_train_with_fsdp(driver: Driver, run_job: RunJob) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import multiprocessing
-import pickle
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities import CombinedLoader
 from loader_switching import DrawsAlways, frozen_states, shorten_trials
 from torch.utils.data import DataLoader, get_worker_info
-from trainings import Model, Samples, Stream, quiet_trainer
+from trainings import Model, Samples, quiet_trainer
 
 import lightning_gpu_tools
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report
@@ -73,13 +71,9 @@ class Watch(Callback):
         self.workers: list[Any] = []
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        loaders = trainer.train_dataloader
-        if isinstance(loaders, dict):
-            self.workers = [loader.num_workers for loader in loaders.values()]
-            return
         self.batches.append(batch.flatten().tolist())
         self.states.append(frozen_states())
-        self.workers.append(getattr(loaders, "num_workers", -1))
+        self.workers.append(getattr(trainer.train_dataloader, "num_workers", -1))
 
 
 def train(
@@ -204,15 +198,6 @@ def test_what_was_found_holds_for_loaders_that_are_made_again(tmp_path: Path) ->
     assert not result.settings.persistent_workers
 
 
-def test_of_several_loaders_the_slowest_is_changed(tmp_path: Path) -> None:
-    loaders = {"fast": DataLoader(Samples(60)), "slow": shuffled(Slow(60)), "stream": DataLoader(Stream(Samples(60)))}
-    result, watch = find(tmp_path, loaders, model=Noisy(key="slow"))
-    assert result.settings is not None
-    assert result.applied
-    assert watch.workers == [0, result.settings.num_workers, 0]
-    assert 'The loader is "slow" (Slow).' in result.reason
-
-
 class OwnKind:
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter([torch.ones(1, 4)] * 30)
@@ -244,39 +229,19 @@ def test_what_cannot_be_changed_is_left_alone_with_the_reason(
 
 
 def test_the_users_loader_is_restored_after_the_fit(tmp_path: Path) -> None:
-    loader, other = shuffled(), shuffled()
+    loader = shuffled()
     before = dict(vars(loader))
-    combined = CombinedLoader([other], "max_size_cycle")
-    for model, loaders in ((Noisy(), loader), (Noisy(key=0), combined)):
-        finder = NumWorkersFinder(budget_s=12.0)
-        trainer = quiet_trainer(tmp_path, callbacks=[finder])
-        trainer.fit(model, loaders)
-        assert finder.result is not None
-        assert finder.result.applied
-        assert "process_dataloader" not in vars(trainer.strategy)
-    assert vars(loader) == before
+    combined = CombinedLoader([loader], "max_size_cycle")
+    finder = NumWorkersFinder(budget_s=12.0)
+    trainer = quiet_trainer(tmp_path, callbacks=[finder])
+    trainer.fit(Noisy(key=0), combined)
+    assert finder.result is not None
+    assert finder.result.applied
+    assert "process_dataloader" not in vars(trainer.strategy)
     (left,) = combined.flattened
     assert left.num_workers == 0
     assert type(iter(left)).__module__.startswith("torch.")
-    assert len(list(left)) == 40
-
-
-def test_a_second_fit_starts_anew_and_the_callback_pickles(tmp_path: Path) -> None:
-    finder = pickle.loads(pickle.dumps(NumWorkersFinder(budget_s=12.0)))
-    loader = shuffled()
-    for steps in (20, -1):
-        train(tmp_path, [finder], loader, max_steps=steps, max_epochs=1)
-        assert finder.result is not None
-        assert finder.result.applied == (steps == -1)
-    assert pickle.loads(pickle.dumps(finder)).result == finder.result
-
-
-def test_trial_runs_of_a_tuner_are_no_training(tmp_path: Path) -> None:
-    tuner = LearningRateFinder(num_training_steps=20, min_lr=1e-9, max_lr=1e-6)
-    # Two epochs: Lightning 2.5.1 goes on with the loader of the trial, so the first one lacks the batches of that.
-    result, watch = find(tmp_path, shuffled(), tuner, max_epochs=2)
-    assert result.applied
-    assert watch.workers[:24] == [0] * 24
+    assert vars(loader) == before
 
 
 @pytest.mark.parametrize("options", [{"fast_dev_run": True}, {}])

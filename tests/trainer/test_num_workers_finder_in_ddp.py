@@ -47,7 +47,7 @@ def train_each_way(folder: Path, rank: int) -> None:
         callbacks: list[Callback] = [watch] if mode == "untouched" else [finder, watch]
         dataset = (Faulty if mode == "faulty" else Samples)(100, time.sleep, LOAD_S if finder in callbacks else 0.0)
         model = Model(time.sleep, STEP_S if finder in callbacks else 0.0)
-        trainer = quiet_trainer(folder, callbacks=callbacks, devices=2, strategy="ddp", max_epochs=3)
+        trainer = quiet_trainer(folder, callbacks=callbacks, devices=2, strategy="ddp", max_epochs=2)
         trainer.fit(model, DataLoader(dataset, shuffle=True))
         result = finder.result
         found[mode] = {

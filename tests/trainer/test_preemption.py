@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from resumed_trainings import everything, same, train, validated
+from rank_processes import run_ranks
+from resumed_trainings import Unscheduled, everything, plain, same, train, validated
 
-from lightning_gpu_tools import PortableCheckpointIO
-
-PROGRAM = Path(__file__).parent.parent / "exact_training.py"
-
+from lightning_gpu_tools import ExactResume, PortableCheckpointIO
 
 # Signals
 
@@ -175,31 +173,71 @@ def test_time_is_up(tmp_path: Path) -> None:
 # Processes
 
 
-def program(folder: Path, *kill: int, ranks: int = 1, workers: int = 0) -> Any:
-    """Run ``exact_training.py``, and return its exit code, digest and output."""
-    command = [sys.executable, PROGRAM, folder, str(ranks), str(workers), *map(str, kill)]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=170)
-    return ended.returncode, re.findall(r"ENDED (\w+ \d+)", ended.stdout), ended.stdout
+class Hit(Callback):
+    """A signal to one rank at a step, after which the ranks have seconds to agree."""
+
+    def __init__(self, step: int, rank: int, number: int) -> None:
+        self.step, self.rank, self.number = step, rank, number
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if (trainer.global_step, trainer.global_rank) == (self.step, self.rank):
+            os.kill(os.getpid(), self.number)
+        if trainer.global_step >= self.step:
+            time.sleep(0.3)
 
 
-@pytest.mark.timeout(600)
-def test_a_training_after_kill_9_ends_with_the_same_weights(tmp_path: Path) -> None:
-    _, expected, output = program(tmp_path / "whole")
+def train_again(folder: Path, rank: int, *, hit: tuple[int, int, int] | None = None, workers: int = 0) -> None:
+    """Go on from the last checkpoint, if there is one, and print a digest of the weights at the end."""
+    seed_everything(5 if not list(folder.glob("*.ckpt")) else 99)
+    saving = ModelCheckpoint(folder, every_n_train_steps=3, save_last=True)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    trainer = Trainer(
+        callbacks=[ExactResume(), saving, *([Hit(*hit)] if hit else [])],
+        accelerator="cpu",
+        devices=ranks,
+        strategy="ddp" if ranks > 1 else "auto",
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+    )
+    model = Unscheduled(partial(plain, shuffle=True, num_workers=workers))
+    trainer.fit(model, ckpt_path="last")
+    weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+    print("ENDED", hashlib.sha256(weights).hexdigest(), trainer.global_step)
+
+
+def last_run(folder: Path, ranks: int, **options: Any) -> tuple[int, list[str], str]:
+    """Train, and return the exit code, digest and output of rank 0."""
+    (first, *_) = run_ranks(folder, train_again, ranks=ranks, options=options)
+    return first.returncode, re.findall(r"ENDED (\w+ \d+)", first.stdout), first.stdout + first.stderr
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    return whole, killed
+
+
+def test_a_training_after_kill_9_ends_with_the_same_weights(folders: tuple[Path, Path]) -> None:
+    whole, killed = folders
+    _, expected, output = last_run(whole, 1)
     assert expected, output
-    step = random.randrange(4, 50)
-    code, _, output = program(tmp_path / "killed", step, 0, signal.SIGKILL)
+    step = random.randrange(4, 25)
+    code, _, output = last_run(killed, 1, hit=(step, 0, signal.SIGKILL))
     assert code == -signal.SIGKILL, output
-    _, found, output = program(tmp_path / "killed", workers=1)
+    _, found, output = last_run(killed, 1, workers=1)
     assert found == expected, (step, output)
 
 
-@pytest.mark.timeout(600)
-def test_all_ranks_save_one_step_if_one_of_them_is_asked(tmp_path: Path) -> None:
-    _, expected, output = program(tmp_path / "whole", ranks=2)
+def test_all_ranks_save_one_step_if_one_of_them_is_asked(folders: tuple[Path, Path]) -> None:
+    whole, killed = folders
+    _, expected, output = last_run(whole, 2)
     assert expected, output
-    step = random.randrange(4, 20)
-    code, _, output = program(tmp_path / "killed", step, 1, signal.SIGTERM, ranks=2, workers=1)
+    step = random.randrange(3, 9)
+    code, _, output = last_run(killed, 2, hit=(step, 1, signal.SIGTERM), workers=1)
     assert code == 128 + signal.SIGTERM, output
     assert re.search(r"SIGTERM: saved step \d+ to .*last.ckpt in .* s. To continue, run the same command with ", output)
-    _, found, output = program(tmp_path / "killed", ranks=2)
+    _, found, output = last_run(killed, 2)
     assert found == expected, (step, output)

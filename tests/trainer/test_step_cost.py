@@ -22,7 +22,7 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.runs import session
 
 PACKAGE = str(Path(lightning_gpu_tools.__file__).parent)
-FROM, STEPS = 120, 100  # after the warm-up and the first judgment
+FROM, STEPS = 120, 40  # after the warm-up and the first judgment
 
 
 class Calls:
@@ -60,7 +60,7 @@ class Empty(Callback):
 
 
 class Counted(Model):
-    """Counts the calls of 100 steps."""
+    """Counts the calls of 40 steps."""
 
     calls = Calls()
 

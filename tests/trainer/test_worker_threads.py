@@ -22,7 +22,7 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, lo
 
 class Photos(Samples):
     def __getitem__(self, index):
-        numpy.ones((700, 700)) @ numpy.ones((700, 700))
+        numpy.ones((500, 500)) @ numpy.ones((500, 500))
         return super().__getitem__(index)
 
 def one_thread(worker):
@@ -32,7 +32,7 @@ def one_thread(worker):
 torch.set_num_threads(1)
 callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0, min_steps=20)]
 workers = loader(Photos(100_000), num_workers=2, worker_init_fn=one_thread)
-trainer = quiet_trainer({folder!r}, callbacks=callbacks, max_steps=150)
+trainer = quiet_trainer({folder!r}, callbacks=callbacks, max_steps=70)
 trainer.fit(Model(time.sleep, 0.001), workers)
 findings = load_report({folder!r}).diagnosis.findings
 found = {{one.cause: [one.advice, one.evidence] for one in findings}}
