@@ -53,6 +53,13 @@ _EXCEPTIONS = {
     "check `nvidia-smi -L`": "asks the driver of a real GPU",
     "check `nvidia-smi` and `dmesg`": "asks the driver of a real GPU",
     "Does `nvidia-smi` work?": "asks the driver of a real GPU",
+    "Try `sudo modprobe nvidia`": "changes the driver of a real GPU",
+    "run `nvidia-smi --gpu-reset` as root": "changes a real GPU",
+    "change it with `nvidia-smi -c DEFAULT`": "changes a real GPU",
+    "create one (`nvidia-smi mig -cgi ... -C`)": "changes a real GPU",
+    "Containers need `--gpus all` and `utility` in NVIDIA_DRIVER_CAPABILITIES": "needs a container",
+    "Merge them first (peft: ": "needs peft",
+    "Load the weights before get_peft_model": "needs peft",
 }
 
 

@@ -56,15 +56,6 @@ def test_the_group_counts_whose_missing_rank_waits_for_nobody() -> None:
     assert f"Collective no. 4 of group b: rank 1 called {REDUCE}; rank 2 did not call it." in found.why
 
 
-def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
-    found = explained(
-        of_groups(0, GroupCalls("nccl 1", "tp", [OPEN]), GroupCalls("nccl 0", "", [DONE])),
-        of_groups(1, GroupCalls("nccl 1", "tp", [DONE]), GroupCalls("nccl 0", "", [OPEN])),
-    )
-    assert found.cause == "collective"
-    assert "sizes" in found.advice
-
-
 @pytest.mark.parametrize(
     ("stack", "phase", "groups", "collective"),
     [

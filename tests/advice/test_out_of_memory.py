@@ -23,10 +23,10 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 LOADER = dataclasses.replace(examples.LOADER, batch_size=64)
 RUN = gpu_run({"training_step": 50.0}, 95.0, loader=LOADER)
-FREE_GPU = GpuReading(index=3, uuid="GPU-3", memory_total_bytes=80 * GIB, memory_free_bytes=79 * GIB)
-
-
-THIS_GPU = GpuReading(index=0, uuid="GPU-0", memory_total_bytes=24 * GIB, memory_free_bytes=0)
+TWO = (
+    GpuReading(index=0, uuid="GPU-0", memory_total_bytes=24 * GIB, memory_free_bytes=0),
+    GpuReading(index=3, uuid="GPU-3", memory_total_bytes=80 * GIB, memory_free_bytes=79 * GIB),
+)
 
 
 def parsed(text: str) -> OutOfMemory:
@@ -43,8 +43,10 @@ def said(oom: OutOfMemory, run: RunMeasurements = RUN) -> tuple[str, str]:
 
 USUAL: dict[str, Any] = {"batch_shape": (64, 512), "usual_items": 64.0 * 512}
 UP_TO_18 = {"memory": counted_steps(64, 8 * GIB, 18 * GIB)}
-PIECES = {"allocated": 18 * GIB, "cached": 5 * GIB}
-CAPPED = {"allocated": 10 * GIB, "cached": 10 * MIB, "free": 12 * GIB, "allowed": int(10.1 * GIB)}
+PIECES = {"allocated": 18 * GIB, "cached": 5 * GIB, "free": 0, "allocator": "PYTORCH_ALLOC_CONF=max_split_size_mb:64"}
+FREE = {"allocated": 9 * GIB, "cached": 10 * MIB, "free": 12 * GIB}
+STATES = {"phase": "training_step/optimizer"}
+CAPPED = {"allocated": 10 * GIB, "cached": 10 * MIB, "free": 12 * GIB, "allowed": int(10.1 * GIB), "gpus": TWO}
 
 
 def larger_batch(room: float) -> dict[str, Any]:
@@ -59,49 +61,17 @@ ANN = GpuProcess(pid=9, user="ann", name="train.py", memory_used_bytes=6 * GIB)
 ERRORS = {
     "first step": ({"begins": [(1, 2 * GIB)], "batch_shape": (64, 512)}, "batch_too_large", "About 39 fit"),
     "growth": ({"begins": GROWING}, "memory_growth", "grown by 102 MiB per step since step 6"),
-    "pieces, with settings to keep": (
-        {**PIECES, "free": 0, "allocator": "PYTORCH_ALLOC_CONF=max_split_size_mb:64"},
-        "fragmentation",
-        "Set PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True in the environment",
-    ),
-    "a cap to raise": (
-        {**CAPPED, "gpus": (THIS_GPU, FREE_GPU)},
-        "batch_too_large",
-        "A limit allows torch 10.1 GiB, but 12.0 GiB of 24.0 GiB are free. Raise it: torch.cuda.set_per_process",
-    ),
-    "more free than asked for": (
-        {"allocated": 9 * GIB, "cached": 10 * MIB, "free": 12 * GIB}, "unexplained", "More was free than was requested",
-    ),
-    "a batch that fitted before": (
-        {**UP_TO_18, **USUAL}, "unexplained", "Batches of this size fit before, and no step took more than 18.0 GiB.",
-    ),
-    "callback that takes much": (
-        {"phase": "callback/WeightAveraging", **UP_TO_18},
-        "spike",
-        "WeightAveraging takes more than 14.2 GiB, in addition to the memory at the start of a step",
-    ),
-    "the optimizer's states": (
-        {"phase": "training_step/optimizer", "begins": FLAT[:1], "gpus": (THIS_GPU, FREE_GPU)},
-        "optimizer_too_large",
-        "FSDP over 2 GPUs needs 3.50 GiB instead of 7.00 GiB on each",
-    ),
-    "states that fused steps leave room for": (
-        {"phase": "training_step/optimizer", "begins": [(1, 16 * GIB)]},
-        "optimizer_too_large",
-        "Its states need 3.00 GiB. Set AdamW(..., fused=True): its step needs up to 2.00 GiB less. An optimizer with 8",
-    ),
-    "states that fit in 8 bits": (
-        {"phase": "training_step/optimizer", "begins": [(1, 18 * GIB)]},
-        "optimizer_too_large",
-        "Its states need 3.00 GiB. An optimizer with 8-bit states, or without momentum, needs less.",
-    ),
+    "pieces, with settings to keep": (PIECES, "fragmentation", "=max_split_size_mb:64,expandable_segments:True in the"),
+    "a cap to raise": (CAPPED, "batch_too_large", "A limit allows torch 10.1 GiB, but 12.0 GiB of 24.0 GiB are free."),
+    "more free than asked for": (FREE, "unexplained", "More was free than was requested"),
+    "a batch that fitted before": ({**UP_TO_18, **USUAL}, "unexplained", "no step took more than 18.0 GiB."),
+    "a callback": ({"phase": "callback/WeightAveraging", **UP_TO_18}, "spike", "WeightAveraging takes more than 14"),
+    "states to shard": ({**STATES, "begins": FLAT[:1], "gpus": TWO}, "optimizer_too_large", "needs 3.50 GiB instead"),
+    "states to fuse": ({**STATES, "begins": [(1, 16 * GIB)]}, "optimizer_too_large", "Set AdamW(..., fused=True): its"),
+    "states in 8 bits": ({**STATES, "begins": [(1, 18 * GIB)]}, "optimizer_too_large", "with 8-bit states, or without"),
     "others that came later": (larger_batch(23 * GIB), "other_processes", "11.0 GiB belong to processes that are not"),
-    "others from the beginning": (
-        {"others": (ANN,)},
-        "other_processes",
-        "process 9 (train.py) of ann holds 6.00 GiB",
-    ),
-}  # fmt: skip
+    "others from the beginning": ({"others": (ANN,)}, "other_processes", "process 9 (train.py) of ann holds 6.00 GiB"),
+}
 
 
 @pytest.mark.parametrize(("options", "cause", "words"), ERRORS.values(), ids=ERRORS)

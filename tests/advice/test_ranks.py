@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from lightning_gpu_tools.advice.causes.time import straggler
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import cpu_run, gpu_run
-from lightning_gpu_tools.advice.examples import ranks as a_job_of
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements, SourceLine
 
@@ -51,16 +50,6 @@ def test_only_the_slowest_rank_is_ever_blamed(own_s: list[float], hidden: float)
     if finding is not None:
         assert finding.evidence["rank"] == own_s.index(max(own_s))
         assert max(own_s) > 1.1 * min(own_s)
-
-
-@pytest.mark.parametrize(
-    ("late_s", "says"), [(0.018, "a different rank is late each time"), (0.001, "send half the bytes")]
-)
-def test_a_busy_gpu_may_wait_for_later_ranks_or_send(late_s: float, says: str) -> None:
-    two = a_job_of(*[{"backward": 0.01}] * 2, wait_s=0.02, others_late_s=late_s)
-    diagnosis = diagnose(gpu_run({"training_step": 30}, 99.0, **two))
-    assert (diagnosis.verdict, diagnosis.findings[0].cause) == ("low", "communication")
-    assert says in diagnosis.findings[0].advice
 
 
 def test_the_slow_rank_s_own_lines_are_named() -> None:

@@ -37,20 +37,8 @@ def at(numbers: set[int], seconds: float) -> Callable[[int], float]:
 @pytest.mark.parametrize(
     ("seconds", "phase", "period", "why", "advice"),
     [
-        (
-            {"training_step": every(20, 0.4)},
-            "training_step",
-            20,
-            '18 of 379 steps took 21.0 times the median, every 20 steps, in "training step". The extra time is 46% of',
-            'Find what runs every 20 steps in "training step".',
-        ),
-        (
-            {"training_step": at(NOW_AND_THEN, 0.4)},
-            "training_step",
-            None,
-            '12 of 379 steps took 21.0 times the median, in "training step".',
-            "Find what the slow steps have in common",
-        ),
+        ({"training_step": every(20, 0.4)}, "training_step", 20, "18 of 379 steps", "Find what runs every 20 steps in"),
+        ({"training_step": at(NOW_AND_THEN, 0.4)}, "training_step", None, "12 of 379 steps", "Find what the slow"),
         ({"data_loading": every(40, 2.0)}, "data_loading", 40, 'in "waiting for data"', "every 40 steps"),
     ],
 )

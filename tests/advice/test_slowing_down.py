@@ -92,9 +92,3 @@ def test_time_counts_either_as_slowdown_or_for_its_phase() -> None:
     assert {*found(diagnose(run({"trainer": 20.0})))} == {"slowing_down"}
     both = diagnose(of([{FORWARD: 20.0, logger: 20.0, "logging/Other": 20 * part} for part in UP])).findings
     assert [one.share for one in both if one.evidence.get("name") == "CSVLogger"] == [pytest.approx(20 / 50)]
-
-
-def test_longer_steps_under_a_busy_gpu_make_no_run_healthy() -> None:
-    diagnosis = diagnose(run({FORWARD: 20.0}, utilization=99.0))
-    assert (diagnosis.verdict, {*found(diagnosis)}) == ("low", {"slowing_down"})
-    assert {*found(diagnose(run({FORWARD: 20.0}, utilization=65.0)))} == {"slowing_down"}

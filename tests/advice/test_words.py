@@ -152,22 +152,6 @@ def test_variables_commands_classes_and_options_in_advice_exist() -> None:
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (cpu_run(WAITS), "find_loader_settings(loader, step_time_s=...) finds them."),
-        (work("logging/CSVLogger"), "Pass on_step=False to self.log: CSVLogger then writes once, at the end."),
-        (
-            TIME_CAUSES["unexplained"].sick,
-            "the prediction step: Trainer(profiler='pytorch', limit_predict_batches=50).",
-        ),
-        (cpu_run(STEP), "Nothing on the host slows prediction down"),
-    ],
-)
-def test_a_prediction_reads_what_it_can_follow(run: RunMeasurements, words: str) -> None:
-    assert words in " ".join(texts(diagnose(dataclasses.replace(run, stage="predict"))))
-
-
-@pytest.mark.parametrize(
-    ("run", "words"),
-    [
         (work("callback/code after optimizer.step()"), 'The phase "code after optimizer.step()" takes 80%'),
         (cpu_run(WAITS), "find_loader_settings(loader, step_time_s=...) finds them."),
     ],

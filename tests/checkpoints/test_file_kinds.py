@@ -191,13 +191,3 @@ def test_weights_of_a_torchscript_program_are_loaded_without_its_code(kind: str,
     assert "add_safe_globals" not in str(caught.value)
     load_weights(other := network(), path, weights_only=False)
     assert all(torch.equal(value, source.state_dict()[key]) for key, value in other.state_dict().items())
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_frozen_torchscript_program_has_no_weights_to_load(tmp_path: Path) -> None:
-    torch.jit.freeze(torch.jit.script(network())).save(tmp_path / "frozen.pt")
-    assert "without plain weights, as after torch.jit.freeze or quantization. Use the" in refused(
-        tmp_path / "frozen.pt"
-    )
-    torch.jit.script(network())._save_for_lite_interpreter(str(tmp_path / "flat.ptl"), _use_flatbuffer=True)
-    assert "is a TorchScript program for mobile devices. Use the" in refused(tmp_path / "flat.ptl")

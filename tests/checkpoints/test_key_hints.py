@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from wrapped_models import contents, fill
 
 from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
 from lightning_gpu_tools.errors import CheckpointMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -64,30 +65,12 @@ def test_plain_weights_load_before_weight_norm_is_called(norm: Any, tmp_path: Pa
     assert torch.allclose(output(model), output(source))
 
 
-@pytest.mark.follows("Merge them first (peft: ", "Load the weights before get_peft_model")
-def test_weights_with_and_without_lora_load_into_each_other(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-
-    def adapted(base: nn.Module) -> Any:
-        return peft.get_peft_model(base, peft.LoraConfig(target_modules=["first"]))
-
-    base = saved(net(), tmp_path / "base.pt")
-    model = net()
-    assert "Load the weights before get_peft_model." in refusal(adapted(net()), tmp_path / "base.pt")
-    load_weights(model, tmp_path / "base.pt")
-    tuned = adapted(model)
-    assert torch.equal(tuned.base_model.model["first"].weight, base["first"].weight)
-    fill(tuned, 2)
-    torch.save(tuned.state_dict(), tmp_path / "tuned.pt")
-    advice = re.search(r"LoRA weights.*peft: (\w+)\(\)", refusal(net(), tmp_path / "tuned.pt"))
-    assert advice is not None
-    tuned.save_pretrained(tmp_path / "adapter")
-    assert "or load them with peft" in refusal(net(), tmp_path / "adapter" / "adapter_model.safetensors")
-    peft.PeftModel.from_pretrained(net(), tmp_path / "adapter")
-    torch.save(getattr(tuned, advice[1])().state_dict(), tmp_path / "merged.pt")
-    merged = net()
-    load_weights(merged, tmp_path / "merged.pt")
-    assert torch.equal(merged["last"].weight, tuned.base_model.model["last"].weight)
+def test_lora_weights_are_named() -> None:
+    adapter = {f"base_model.model.q.lora_{part}.weight": (2, 4) for part in "AB"}
+    with pytest.raises(CheckpointMismatchError, match=r"holds LoRA weights(.|\n)*merge_and_unload\(\)"):
+        plan_renaming(adapter, ModelKeys(shapes={"q.weight": (4, 4)}))
+    with pytest.raises(CheckpointMismatchError, match=r"Load the weights before get_peft_model\."):
+        plan_renaming({"q.weight": (4, 4)}, ModelKeys(shapes=adapter))
 
 
 @pytest.fixture

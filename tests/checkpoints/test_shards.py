@@ -103,18 +103,6 @@ def test_shards_are_one_checkpoint_for_every_command(kind: str, tmp_path: Path, 
     assert ("epoch" in content) == kind.startswith("Lightning")
 
 
-def test_weights_come_out_of_a_folder_with_other_objects(tmp_path: Path, run: Run) -> None:
-    folder = write_distributed(tmp_path / "dcp", {"model": in_blocks(WEIGHTS), "data": Path("a"), "step": 7})
-    out = run("inspect", folder)[1]
-    assert "step: the value 7" in out
-    assert "data: an object of pathlib" in out
-    assert load_weights(Net(), folder).unread == (f"{type(Path()).__module__}.{type(Path()).__name__}",)
-    code, _, err = run("convert", folder, tmp_path / "a.pt")
-    assert (code, "checkpoint convert" in err and "weights.pt --weights" in err) == (1, True)
-    assert run("convert", folder, tmp_path / "a.pt", "--weights")[0] == 0
-    assert torch.load(tmp_path / "a.pt").keys() == WEIGHTS.keys()
-
-
 @given(
     weights=st.dictionaries(st.text("ab.", min_size=1, max_size=4), TENSORS, min_size=1, max_size=4),
     cuts=st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=4),

@@ -96,13 +96,6 @@ def test_a_larger_batch_that_was_advised_is_compared_by_samples() -> None:
     assert "per mean sample before" in headline(comparison)
 
 
-def test_other_changed_settings_are_listed() -> None:
-    comparison = compare(a_run(0.05, torch="2.13"), a_run(0.05, torch="2.12"))
-    assert comparison.verdict == "same"
-    assert "Changed: torch 2.12 -> 2.13." in render_comparison(comparison)
-    assert comparison_markdown(comparison).splitlines()[2] == "- Changed: torch 2.12 -> 2.13."
-
-
 def test_the_interval_matches_published_tables() -> None:
     # W. J. Conover, Practical Nonparametric Statistics, table of the binomial distribution, p = 1/2
     assert median_interval(range(1, 7)) == (1, 6)

@@ -100,19 +100,6 @@ def test_a_gain_that_the_change_can_bring_is_confirmed(
     assert str(confirm(new, old)).endswith(", confirmed.")
 
 
-@pytest.mark.parametrize("steps", [20, 64])
-def test_the_first_steps_do_not_count_as_a_gain_elsewhere(steps: int) -> None:
-    old, new = in_phases(data_ms=12, step_ms=10, spans=True), in_phases(data_ms=2, step_ms=10, spans=True)
-    compiling = [PhaseSpan(0.0, 60.0, {"training_step": 60.0}, n) for n in (20, steps - 20) if n]
-    old = dataclasses.replace(
-        old,
-        spans=(*compiling, *old.spans),
-        phase_s={**old.phase_s, "training_step": 64.0},
-        warm_up_steps=steps,
-    )
-    assert str(confirm(with_settings(new, num_workers=4), old)).endswith(", confirmed.")
-
-
 def test_the_previous_run_is_in_the_folder_or_newest_version(tmp_path: Path) -> None:
     assert earlier_report(tmp_path) is None
     ReportFile(tmp_path).save(report(10))

@@ -66,17 +66,6 @@ def test_everything_at_once_still_fits_and_names_the_rest() -> None:
     assert len(lines_of(report, full=True)) > 2 * 1024
 
 
-def test_each_gpu_of_a_few_has_a_row() -> None:
-    lines = lines_of(with_odd(of_size(8), {5: SLOW, 6: BROKEN}))
-    head = lines.index("GPU  busy  p5  p95  peak   of  power  temp")
-    assert lines[head + 1] == "        %   %    %   GiB  GiB      W     C"
-    rows = {int(line.split()[0]): line for line in lines[head + 2 : head + 10]}
-    assert rows[4] == "  4    35   0   99  60.0  140    304    64"
-    assert rows[5] == "  5     5   0   99  60.0  140    120    60"
-    assert rows[6] == "  6    34   0   99  60.0  140    306    61  error"
-    assert lines[head + 10] == "ERROR on GPU 6: Xid 31 (memory page fault)"
-
-
 def test_failing_and_least_busy_of_many_gpus_have_rows() -> None:
     odd = {800: BROKEN, 33: SLOW, 34: {"utilization_percent_mean": 20.0}}
     lines = lines_of(with_odd(of_size(1024), odd))

@@ -20,7 +20,7 @@ from lightning_gpu_tools.memory.readings import MemoryGrowth
 from lightning_gpu_tools.reports.report_file import ReportFile, load_report
 from lightning_gpu_tools.reports.schema import from_json, to_json
 from lightning_gpu_tools.reports.text import render_text
-from lightning_gpu_tools.training.run_measurements import LoaderSettings, RankStep
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 
 def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
@@ -92,19 +92,6 @@ def test_a_field_of_a_later_version_is_ignored() -> None:
     data = json.loads(to_json(REPORT))
     data["news"] = data["gpus"][0]["news"] = data["diagnosis"]["news"] = [-1, "x" * 20_001]
     assert from_json(json.dumps(data)) == REPORT
-
-
-def test_the_slowest_rank_is_measured_by_the_median_rank() -> None:
-    own_s = (0.01, 0.03, 0.011, 0.01)
-    ranks = [RankStep(rank=i, node=i // 2, own_step_s=own, phase_s={"forward": own}) for i, own in enumerate(own_s)]
-    assert "Slowest rank" not in render_text(replace(REPORT, ranks=tuple(ranks[:1])))
-    text = " ".join(render_text(replace(REPORT, ranks=tuple(ranks))).split())
-    assert (
-        "Slowest rank: 1 (node 0), 30 ms of its own work per step, 20 ms more than the median of 4 ranks. Where" in text
-    )
-    waiting = [replace(rank, wait_s=0.03 - rank.own_step_s) for rank in ranks]
-    text = " ".join(render_text(replace(REPORT, ranks=tuple(waiting))).split())
-    assert "median of 4 ranks. On average a rank waits 14.8 ms per step for others. Where" in text
 
 
 def test_growing_memory_errors_others_and_overhead_are_reported() -> None:

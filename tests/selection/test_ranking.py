@@ -190,16 +190,6 @@ def test_law_the_order_of_the_readings_and_claims_changes_nothing(
 
 
 @given(machines, claim_lists, requirements)
-def test_law_one_more_gpu_never_worsens_the_best(
-    gpus: list[GpuReading], claims: tuple[GpuClaim, ...], asked: Request
-) -> None:
-    fewer = rank_gpus(gpus[:-1], claims, asked).candidates
-    more = rank_gpus(gpus, claims, asked).candidates
-    if fewer:
-        assert more[0].order <= fewer[0].order
-
-
-@given(machines, claim_lists, requirements)
 def test_law_nothing_outside_the_filters_and_nothing_lost(
     gpus: list[GpuReading], claims: tuple[GpuClaim, ...], asked: Request
 ) -> None:

@@ -273,23 +273,6 @@ def test_what_is_not_supported_is_asked_for_once(driver, probe_of):
     ]
 
 
-def test_an_old_driver_leaves_gaps_and_no_problem(driver, probe_of):
-    driver.gpus = [gpu(utilization_rate=44)]
-    driver.missing_functions = [
-        "nvmlDeviceGetSamples",
-        "nvmlDeviceGetMemoryInfo_v2",
-        "nvmlDeviceGetFieldValues",
-        "nvmlGpmQueryDeviceSupport",
-    ]
-    probe = probe_of()
-    assert probe.read().utilization == ()
-    sample = probe.after(1)
-    assert [entry.percent for entry in sample.utilization] == [44]
-    assert sample.energy_joules is sample.driver_memory_bytes is None
-    assert sample.processes == ()
-    assert sample.problems == ()
-
-
 def test_a_failing_metric_is_absent_told_once_and_comes_back(driver, probe_of):
     driver.gpus = [gpu()]
     probe = probe_of()

@@ -12,10 +12,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from fake_driver import gpu, mig
+from fake_driver import gpu
 
-from lightning_gpu_tools import select_gpus
-from lightning_gpu_tools.errors import LightningGpuToolsError, NvmlUnavailableError
+from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import nvml
 
 
@@ -91,64 +90,3 @@ def test_the_advised_pip_commands_give_what_is_needed(driver, tmp_path, claims_d
         done = sh(advised)
         assert done.returncode == 0, done.stderr
         assert sh(pick).stdout == f"{driver.gpus[0].uuid}\n"
-
-
-def load(driver):
-    driver.init_error = None
-
-
-def reset(driver):
-    driver.gpus[0].errors = {}
-
-
-def mount(driver):
-    driver.library_missing = False
-
-
-def change_mode(driver):
-    driver.gpus[0].compute_mode = "default"
-
-
-def create_instance(driver):
-    driver.gpus[0].mig = [mig()]
-
-
-# What these commands do, according to nvidia-smi(1), modprobe(8), and the guides to MIG and the container toolkit. They
-# cannot run here. The others only show something.
-EFFECTS = {
-    "sudo modprobe nvidia": load,
-    "nvidia-smi --gpu-reset": reset,
-    "--gpus all": mount,
-    "nvidia-smi -c DEFAULT": change_mode,
-    "nvidia-smi mig -cgi ... -C": create_instance,
-}
-SHOW = {"dmesg", "nvidia-smi", "nvidia-smi -L", "utility"}
-
-
-@pytest.mark.follows(
-    "Try `sudo modprobe nvidia`",
-    "run `nvidia-smi --gpu-reset` as root",
-    "Containers need `--gpus all` and `utility` in NVIDIA_DRIVER_CAPABILITIES",
-    "change it with `nvidia-smi -c DEFAULT`",
-    "create one (`nvidia-smi mig -cgi ... -C`)",
-)
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"init_error": "DRIVER_NOT_LOADED"},
-        {"gpus": [gpu(errors={"*": "RESET_REQUIRED"})]},
-        {"library_missing": True},
-        {"gpus": [gpu(compute_mode="prohibited")]},
-        {"gpus": [gpu(mig=[])]},
-    ],
-    ids=["not-loaded", "needs-a-reset", "container", "compute-mode", "mig"],
-)
-def test_after_the_effect_of_an_advised_command_the_gpu_is_picked(driver, claims_dir, state):
-    with driver.change():
-        vars(driver).update({"gpus": [gpu()], **state})
-    with pytest.raises(LightningGpuToolsError) as caught:
-        select_gpus()
-    commands = re.findall("`(.*?)`", str(caught.value))
-    (effect,) = (EFFECTS[command] for command in commands if command not in SHOW)
-    effect(driver)
-    assert len(select_gpus().uuids) == 1
