@@ -1,7 +1,8 @@
-"""The ``checkpoint`` commands as a function, and a checkpoint for them."""
+"""Commands as functions, and a checkpoint for them."""
 
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -9,6 +10,20 @@ from checkpoint_files import Tied, lightning_checkpoint, wrapped
 
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.cli import main
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Callable[..., "CompletedProcess[str]"]:
+    """``call("pick", "-n", "1")``: a command in this process, which saves the start of another one."""
+
+    def run_here(*arguments: str) -> "CompletedProcess[str]":
+        try:
+            code = main([*arguments])
+        except SystemExit as end:  # argparse
+            code = int(end.code or 0)
+        return CompletedProcess(arguments, code, *capfd.readouterr())
+
+    return run_here
 
 
 @pytest.fixture

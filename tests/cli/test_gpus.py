@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -19,26 +18,14 @@ from fake_driver import Driver, gpu, mig, process
 
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.cli import gpus as gpus_command
-from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.processes import INIT
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
-RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
+Call = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture
-def run_cli(capfd: pytest.CaptureFixture[str]) -> RunCli:
-    """``run_cli("gpus")``: the command in this process, which saves the start of another one."""
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        code = main([*arguments])
-        return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
-
-    return run
-
-
-def test_the_table_shows_memory_load_users_claims_and_faults(driver: Driver, run_cli: RunCli) -> None:
+def test_the_table_shows_memory_load_users_claims_and_faults(driver: Driver, call: Call) -> None:
     driver.gpus = [
         gpu(name="NVIDIA A100 [PCIe]", memory_free="21GiB", utilization=87, processes=[process(memory="3GiB")]),
         gpu(lost=True),
@@ -48,7 +35,7 @@ def test_the_table_shows_memory_load_users_claims_and_faults(driver: Driver, run
         gpu(mig=[]),
     ]
     select_gpus(min_free="9GiB")
-    answer = run_cli("gpus")
+    answer = call("gpus")
     assert (answer.returncode, answer.stderr) == (0, "")
     text = " ".join(answer.stdout.split())
     for words in (
@@ -67,10 +54,10 @@ def test_the_table_shows_memory_load_users_claims_and_faults(driver: Driver, run
     assert max(map(len, answer.stdout.splitlines())) <= 100
 
 
-def test_json_is_a_list_with_everything_known(driver: Driver, run_cli: RunCli) -> None:
+def test_json_is_a_list_with_everything_known(driver: Driver, call: Call) -> None:
     driver.gpus = [gpu(memory_free="40GiB"), gpu(lost=True), gpu(mig=[mig(memory_free="4GiB")], memory_free="1GiB")]
     selection = select_gpus(min_free="9GiB")
-    whole, lost, divided = json.loads(run_cli("gpus", "--json").stdout)
+    whole, lost, divided = json.loads(call("gpus", "--json").stdout)
     assert whole["uuid"] == selection.uuids[0]
     assert whole["memory_free_bytes"] == 40 * 2**30
     assert whole["effective_free_bytes"] == 31 * 2**30
@@ -99,59 +86,50 @@ def visible_pids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("visible_pids")
 def test_who_only_holds_memory_is_marked(
-    driver: Driver, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, left_process: int
+    driver: Driver, call: Call, monkeypatch: pytest.MonkeyPatch, left_process: int
 ) -> None:
-    driver.gpus = [
-        gpu(processes=[process(left_process, "3GiB"), process(memory="1GiB"), process(1, "1GiB", sm=40)]),
-        gpu(processes=[]),
-    ]
-
-    def shown() -> list[dict[str, Any]]:
-        assert main(["gpus", "--json"]) == 0
-        return list(json.loads(capfd.readouterr().out))
-
+    driver.gpus = [gpu(processes=[process(left_process, "3GiB"), process(memory="1GiB"), process(1, "1GiB", sm=40)])]
     monkeypatch.setattr(gpus_command, "_MIN_AGE_S", 1e9)  # they are all young then, also this one
-    assert [one["is_idle"] for one in shown()[0]["processes"]] == [False, False, False]
+    (listed,) = json.loads(call("gpus", "--json").stdout)
+    assert [one["is_idle"] for one in listed["processes"]] == [False, False, False]
     monkeypatch.setattr(gpus_command, "_MIN_AGE_S", -1.0)
-    processes = {one["pid"]: one for one in shown()[0]["processes"]}
+    (listed,) = json.loads(call("gpus", "--json").stdout)
+    processes = {one["pid"]: one for one in listed["processes"]}
     states = {pid: (one["is_idle"], one["is_left_over"]) for pid, one in processes.items()}
     own = True, os.getppid() == INIT  # as under nohup
     assert states == {left_process: (True, True), os.getpid(): own, 1: (False, False)}
     assert abs(processes[left_process]["started_s"] - time.time()) < 60
-    assert main(["gpus"]) == 0
-    text = " ".join(capfd.readouterr().out.split())
+    text = " ".join(call("gpus").stdout.split())
     assert f"(pid {left_process}), left over, started" in text
     assert f"(pid {os.getpid()}), {'left over' if own[1] else 'idle'}, started" in text
 
 
 def test_a_pid_of_another_container_names_nobody_here(
-    driver: Driver, run_cli: RunCli, claims_dir: object, kernel_thread: int
+    driver: Driver, call: Call, claims_dir: object, kernel_thread: int
 ) -> None:
     driver.gpus = [gpu(processes=[process(kernel_thread, "3GiB")])]
-    shown = " ".join(run_cli("gpus").stdout.split())
+    shown = " ".join(call("gpus").stdout.split())
     assert "a process of another container or the host 3.00 GiB" in shown.replace("│", "")
-    refused = run_cli("pick", "--exclusive")
+    refused = call("pick", "--exclusive")
     assert "in use by a process of another container or the host" in refused.stderr
 
 
 @pytest.mark.usefixtures("visible_pids")
 def test_a_claim_whose_owner_runs_nothing_there_is_unused(
-    driver: Driver, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    driver: Driver, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus_command, "_MIN_AGE_S", -1.0)
     driver.gpus = [gpu(), gpu()]
     select_gpus(2)
     with driver.change():
         driver.gpus[0].processes = [process()]
-    assert main(["gpus", "--json"]) == 0
-    used, unused = json.loads(capfd.readouterr().out)
+    used, unused = json.loads(call("gpus", "--json").stdout)
     assert [reading["claims"][0]["is_unused"] for reading in (used, unused)] == [False, True]
-    assert main(["gpus"]) == 0
-    assert "unused" in capfd.readouterr().out
+    assert "unused" in call("gpus").stdout
 
 
 @pytest.mark.usefixtures("visible_pids")
-def test_each_user_has_a_row(driver: Driver, run_cli: RunCli, kernel_thread: int, left_process: int) -> None:
+def test_each_user_has_a_row(driver: Driver, call: Call, kernel_thread: int, left_process: int) -> None:
     me = psutil.Process().username()
     driver.gpus = [
         gpu(processes=[process(memory="3GiB", sm=40), process(left_process, "1GiB", sm=30)]),
@@ -160,8 +138,8 @@ def test_each_user_has_a_row(driver: Driver, run_cli: RunCli, kernel_thread: int
         gpu(processes=None),
     ]
     with select_gpus(2, min_free="4GiB"):
-        found = json.loads(run_cli("gpus", "--by-user", "--json").stdout)
-        shown = run_cli("gpus", "--by-user").stdout
+        found = json.loads(call("gpus", "--by-user", "--json").stdout)
+        shown = call("gpus", "--by-user").stdout
     assert found["unknown_gpus"] == ["3"]
     strangers, mine = found["users"]
     assert (strangers["user"], strangers["gpus"], strangers["memory_used_bytes"]) == (None, ["2"], 7 * 2**30)
@@ -177,28 +155,28 @@ def test_each_user_has_a_row(driver: Driver, run_cli: RunCli, kernel_thread: int
 
 
 @pytest.mark.usefixtures("visible_pids")
-def test_users_are_many_and_hostile(driver: Driver, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_are_many_and_hostile(driver: Driver, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = (SimpleNamespace(pw_name=f"\x1b[2J[red]{i}\nFORGED") for i in range(1000))
     monkeypatch.setattr(pwd, "getpwuid", lambda user_id: next(entries))
     driver.gpus = [gpu(processes=[process()]) for _ in range(45)]
-    shown = run_cli("gpus", "--by-user").stdout
+    shown = call("gpus", "--by-user").stdout
     assert r"\x1b[2J[red]0\nFORGED" in "".join(shown.split())
     assert "\x1b" not in shown
     assert "and 5 more users" in shown
     assert max(map(len, shown.splitlines())) <= 100
-    assert len(json.loads(run_cli("gpus", "--by-user", "--json").stdout)["users"]) == 45
+    assert len(json.loads(call("gpus", "--by-user", "--json").stdout)["users"]) == 45
 
 
-def test_a_driver_without_gpus_is_named(driver: Driver, run_cli: RunCli, claims_dir: object) -> None:
-    assert run_cli("gpus").stdout == "The NVIDIA driver lists no GPU.\n"
+def test_a_driver_without_gpus_is_named(driver: Driver, call: Call, claims_dir: object) -> None:
+    assert call("gpus").stdout == "The NVIDIA driver lists no GPU.\n"
     assert not os.path.exists(str(claims_dir))
 
 
-def test_without_a_driver_the_exit_code_is_4(driver: Driver, run_cli: RunCli) -> None:
+def test_without_a_driver_the_exit_code_is_4(driver: Driver, call: Call) -> None:
     with driver.change():
         driver.library_missing = True
     for arguments in (["gpus"], ["gpus", "--json"]):
-        answer = run_cli(*arguments)
+        answer = call(*arguments)
         assert (answer.returncode, answer.stdout) == (4, "")
 
 

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from fake_driver import Driver, gpu
 from sample_report import TRAINED
 
 from lightning_gpu_tools import select_gpus
-from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report_file import ReportFile
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
-Pick = Callable[..., SimpleNamespace]
+Pick = Callable[..., "subprocess.CompletedProcess[str]"]
 InShell = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def pick(capfd: pytest.CaptureFixture[str]) -> Pick:
-    """``pick("-n", "1")``: the command in this process, which saves the start of another one."""
-
-    def run(*arguments: str) -> SimpleNamespace:
-        try:
-            code = main(["pick", *arguments])
-        except SystemExit as end:  # argparse
-            code = int(end.code or 0)
-        return SimpleNamespace(returncode=code, **capfd.readouterr()._asdict())
-
-    return run
+def pick(call: Pick) -> Pick:
+    return functools.partial(call, "pick")
 
 
 def test_the_answer_is_one_line_of_uuids_and_nothing_else(driver: Driver, run_cli: RunCli) -> None:
@@ -46,13 +36,13 @@ def test_the_answer_is_one_line_of_uuids_and_nothing_else(driver: Driver, run_cl
 
 def test_json_has_the_readings(driver: Driver, pick: Pick) -> None:
     driver.gpus = [gpu(memory_free="10GiB", utilization=None), gpu(memory_free="9GiB")]
-    answer = json.loads(pick("-n", "2", "--format", "json").out)
+    answer = json.loads(pick("-n", "2", "--format", "json").stdout)
     assert answer["uuids"] == [driver.gpus[1].uuid, driver.gpus[0].uuid]
     assert answer["cuda_visible_devices"] == ",".join(answer["uuids"])
     assert [entry["memory_free_bytes"] for entry in answer["gpus"]] == [9 * 2**30, 10 * 2**30]
     assert answer["gpus"][1]["utilization_percent"] is None
     assert answer["min_free_bytes"] is None
-    assert json.loads(pick("--min-free", "8GiB", "--format", "json").out)["min_free_bytes"] == 8 * 2**30
+    assert json.loads(pick("--min-free", "8GiB", "--format", "json").stdout)["min_free_bytes"] == 8 * 2**30
 
 
 def test_last_asks_for_what_the_last_run_needed(
@@ -66,20 +56,20 @@ def test_last_asks_for_what_the_last_run_needed(
         "lightning_logs/version_3/gpu_report.json, plus 20%)\n"
     )
     answer = pick("--min-free", "last")
-    assert (answer.returncode, answer.out, answer.err) == (0, f"{driver.gpus[1].uuid}\n", origin)
-    assert json.loads(pick("--min-free", "last", "--format", "json").out)["min_free_bytes"] == 48 * 2**30
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, f"{driver.gpus[1].uuid}\n", origin)
+    assert json.loads(pick("--min-free", "last", "--format", "json").stdout)["min_free_bytes"] == 48 * 2**30
     answer = pick("-n", "2", "--min-free", "last")
-    assert (answer.returncode, answer.out) == (3, "")
-    assert answer.err.startswith(origin)
-    assert "47.0 GiB free, asked for 48.0 GiB" in answer.err
+    assert (answer.returncode, answer.stdout) == (3, "")
+    assert answer.stderr.startswith(origin)
+    assert "47.0 GiB free, asked for 48.0 GiB" in answer.stderr
 
 
 @pytest.mark.parametrize("output", ["uuid", "env", "json"])
 def test_too_few_gpus_give_reasons_and_exit_code_3(driver: Driver, pick: Pick, output: str) -> None:
     driver.gpus = [gpu(utilization=97, pci=(0, 64, 0)), gpu(lost=True), gpu(memory_free="4GiB", pci=(0, 16, 0))]
     answer = pick("-n", "2", "--min-free", "8GiB", "--max-utilization", "50%", "--format", output)
-    assert (answer.returncode, answer.out) == (3, "")
-    lines = answer.err.splitlines()
+    assert (answer.returncode, answer.stdout) == (3, "")
+    lines = answer.stderr.splitlines()
     assert len(lines) == 4
     assert lines[0].startswith("lightning-gpu-tools: Asked for 2 GPUs, but none of 3 visible GPUs qualify.")
     assert "GPU 0" in lines[1]
@@ -92,8 +82,8 @@ def test_without_a_usable_driver_the_exit_code_is_4(driver: Driver, pick: Pick) 
     with driver.change():
         driver.init_error = "DRIVER_NOT_LOADED"
     answer = pick()
-    assert (answer.returncode, answer.out) == (4, "")
-    assert "modprobe" in answer.err
+    assert (answer.returncode, answer.stdout) == (4, "")
+    assert "modprobe" in answer.stderr
 
 
 @pytest.mark.parametrize(
@@ -108,8 +98,8 @@ def test_wrong_usage_quotes_the_value_and_has_exit_code_2(
     driver: Driver, pick: Pick, arguments: list[str], words: str
 ) -> None:
     answer = pick(*arguments)
-    assert (answer.returncode, answer.out) == (2, "")
-    assert words in answer.err
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert words in answer.stderr
     assert driver.calls() == []
 
 
@@ -117,8 +107,8 @@ def test_it_respects_claims_and_takes_none(driver: Driver, pick: Pick) -> None:
     driver.gpus = [gpu(), gpu(memory_free="70GiB")]
     with select_gpus(exclusive=True):
         for _ in range(2):
-            assert pick().out == f"{driver.gpus[1].uuid}\n"
-    assert pick().out == f"{driver.gpus[0].uuid}\n"
+            assert pick().stdout == f"{driver.gpus[1].uuid}\n"
+    assert pick().stdout == f"{driver.gpus[0].uuid}\n"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +130,7 @@ def test_a_selection_opens_and_reads_the_driver_once(
 @pytest.mark.follows("Example: gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB)")
 def test_help_gives_an_example_that_works_and_the_exit_codes(driver: Driver, pick: Pick, in_shell: InShell) -> None:
     driver.gpus = [gpu(memory_free="7GiB"), gpu(), gpu()]
-    text = " ".join(pick("--help").out.split())
+    text = " ".join(pick("--help").stdout.split())
     answer = in_shell(re.search(r"Example: (.*?) Exit code", text)[1].removesuffix("."))
     assert answer.stdout == f"{driver.gpus[2].uuid},{driver.gpus[1].uuid}\n"
     assert "3 not enough GPUs" in text

@@ -50,10 +50,10 @@ def test_the_command_sees_only_its_gpus_and_becomes_the_process(driver: Driver) 
 
 @pytest.mark.follows("Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py")
 def test_help_gives_an_example_that_works(
-    driver: Driver, run_cli: RunCli, in_shell: Callable[[str], subprocess.CompletedProcess[str]]
+    driver: Driver, call: RunCli, in_shell: Callable[[str], subprocess.CompletedProcess[str]]
 ) -> None:
     driver.gpus = [gpu(memory_free="7GiB"), gpu(), gpu()]
-    text = " ".join(run_cli("run", "--help").stdout.split())
+    text = " ".join(call("run", "--help").stdout.split())
     answer = in_shell(re.search(r"Example: (.*?) Exit code", text)[1].removesuffix("."))
     assert answer.stdout == f"{driver.gpus[2].uuid},{driver.gpus[1].uuid}\n"
 
@@ -84,27 +84,27 @@ def test_killing_the_wrapper_does_not_free_its_childrens_gpu(driver: Driver) -> 
 
 
 @pytest.mark.parametrize(("gpus", "code"), [([gpu(lost=True)], 3), (None, 4)], ids=["lost", "no-driver"])
-def test_without_gpus_the_command_does_not_start(driver: Driver, run_cli: RunCli, gpus: object, code: int) -> None:
+def test_without_gpus_the_command_does_not_start(driver: Driver, call: RunCli, gpus: object, code: int) -> None:
     with driver.change():
         driver.gpus = gpus or []  # type: ignore[assignment]
         driver.library_missing = gpus is None
-    answer = run_cli("run", "--", "echo", "started")
+    answer = call("run", "--", "echo", "started")
     assert (answer.returncode, answer.stdout) == (code, "")
 
 
-def test_without_a_command_the_usage_is_wrong(driver: Driver, run_cli: RunCli) -> None:
-    answer = run_cli("run", "-n", "1", "--")
+def test_without_a_command_the_usage_is_wrong(driver: Driver, call: RunCli) -> None:
+    answer = call("run", "-n", "1", "--")
     assert answer.returncode == 2
     assert "no command given" in answer.stderr
     assert driver.calls() == []
 
 
-def test_advise_needs_no_gpu(driver: Driver, run_cli: RunCli) -> None:
+def test_advise_needs_no_gpu(driver: Driver, run_cli: RunCli, call: RunCli) -> None:
     with driver.change():
         driver.library_missing = True
     answer = run_cli("run", "--advise", "--", "sh", "-c", "echo $LIGHTNING_GPU_TOOLS")
     assert (answer.returncode, answer.stdout) == (0, "advise\n")
-    assert run_cli("run", "--advise", "-n", "1", "--", "true").returncode == 4
+    assert call("run", "--advise", "-n", "1", "--", "true").returncode == 4
 
 
 def test_an_option_on_gpus_claims_some_also_under_advise(driver: Driver, run_cli: RunCli) -> None:
