@@ -36,10 +36,6 @@ _EXIT_UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h: not the result of any comman
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):  # argparse may color the usage
-            super().error(printable(f"{message}{self._meant(message)}", 1000))  # file names may be chosen by others
-
-    def _meant(self, message: str) -> str:
         from difflib import get_close_matches
 
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
@@ -49,7 +45,9 @@ class _Parser(argparse.ArgumentParser):
             near = get_close_matches(choice[1], re.findall(r"[\w-]+", choice[2]))
         elif option:
             near = get_close_matches(option[1], self._option_string_actions)
-        return f". Did you mean {' or '.join(near)}?" if near else ""
+        meant = f". Did you mean {' or '.join(near)}?" if near else ""
+        with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):  # argparse may color the usage
+            super().error(printable(f"{message}{meant}", 1000))  # file names may be chosen by others
 
 
 class _PrintableStream:

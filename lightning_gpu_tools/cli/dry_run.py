@@ -10,9 +10,8 @@ import subprocess
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.memory_account import CACHE, PARTS
-from lightning_gpu_tools.cli.options import say
+from lightning_gpu_tools.cli.pick import say
 from lightning_gpu_tools.dry_run import launch
-from lightning_gpu_tools.dry_run.records import Plan
 from lightning_gpu_tools.dry_run.result import (
     EXIT_CODES,
     NCCL_BYTES,
@@ -34,6 +33,7 @@ from lightning_gpu_tools.units import format_bytes, line_width, printable, wrapp
 _MORE_MEMORY = 16  # our default: factor for the second run, which measures a command that does not fit
 _MAX_LINES = 4
 _MIN_SHARE = 0.005  # of the needed memory; smaller parts and lines are not shown
+_NOT_SURE = {"perhaps": "perhaps", "no": "not"}
 _TITLES = {"fits": "Fits", "perhaps": "Perhaps", "does_not_fit": "Does not fit", "cannot_be_told": "Unknown"}
 
 
@@ -89,7 +89,14 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--vary needs {{}} in place of the number, got {args.vary!r}")
     try:
         libraries()  # its error says what is missing
-        found = _dry_run(args)
+        judgment, needs = _trial(args, args.command, is_quiet=False), None
+        if judgment.verdict == "does_not_fit":
+            say(f"The run does not fit. Measuring it again on simulated GPUs with {_MORE_MEMORY} times the memory.")
+            again = _trial(args, args.command, times_memory=_MORE_MEMORY)
+            needs = again.record if again.verdict == "fits" else None
+        found = result(judgment, args.gpu, args.count, args.steps, needs)
+        if args.vary is not None and found.needed_bytes is not None:
+            found = dataclasses.replace(found, trials=_vary(args, found))
     except (SimulatedCudaError, OSError) as error:
         why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         found = result(Judgment("cannot_be_told", None, why), args.gpu, args.count, args.steps)
@@ -99,25 +106,12 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_CODES[found.verdict]
 
 
-def _dry_run(args: argparse.Namespace) -> DryRun:
-    judgment = _trial(args, args.command, stdout=2 if args.format == "json" else None)
-    needs = None
-    if judgment.verdict == "does_not_fit":
-        say(f"The run does not fit. Measuring it again on simulated GPUs with {_MORE_MEMORY} times the memory.")
-        again = _quiet_trial(args, args.command, times_memory=_MORE_MEMORY)
-        needs = again.record if again.verdict == "fits" else None
-    found = result(judgment, args.gpu, args.count, args.steps, needs)
-    if args.vary is not None and found.needed_bytes is not None:
-        found = dataclasses.replace(found, trials=_vary(args, found))
-    return found
-
-
 def _vary(args: argparse.Namespace, found: DryRun) -> dict[int, bool]:
     tried: dict[int, bool] = {}
     batches: set[int | None] = set()
     while (number := next_trial(tried, found.largest_batch or found.batch_size or 1)) is not None:
         command = [*args.command, *shlex.split(args.vary.replace("{}", str(number)))]
-        judgment = _quiet_trial(args, command)
+        judgment = _trial(args, command)
         if judgment.record is None:
             say(f"With {number}: unknown. {judgment.why_not}")
             break
@@ -131,35 +125,24 @@ def _vary(args: argparse.Namespace, found: DryRun) -> dict[int, bool]:
     return tried
 
 
-def _trial(
-    args: argparse.Namespace,
-    command: list[str],
-    *,
-    times_memory: int = 1,
-    stdout: int | None = None,
-    stderr: int | None = None,
-) -> Judgment:
-    plan = Plan(args.steps, certain_bytes(args.gpu) - context_bytes(args.gpu, args.count))
-    ended = launch.run(
+def _trial(args: argparse.Namespace, command: list[str], *, times_memory: int = 1, is_quiet: bool = True) -> Judgment:
+    shown = 2 if args.format == "json" else None  # stdout has only the JSON
+    code, records = launch.run(
         command,
         [args.gpu] * args.count,
-        plan,
+        steps=args.steps,
+        room_bytes=certain_bytes(args.gpu) - context_bytes(args.gpu, args.count),
         occupied_bytes=NCCL_BYTES if args.count > 1 else 0,
         times_memory=times_memory,
-        stdout=stdout,
-        stderr=stderr,
+        stdout=subprocess.DEVNULL if is_quiet else shown,
+        stderr=subprocess.DEVNULL if is_quiet else None,
     )
-    judgment = judge(ended.code, ended.records, args.steps, launch.torch_folder())
+    judgment = judge(code, records, args.steps, launch.torch_folder())
     return judgment if times_memory > 1 else near_the_limit(judgment, args.gpu)
 
 
-def _quiet_trial(args: argparse.Namespace, command: list[str], *, times_memory: int = 1) -> Judgment:
-    nowhere = subprocess.DEVNULL
-    return _trial(args, command, times_memory=times_memory, stdout=nowhere, stderr=nowhere)
-
-
 def render(run: DryRun) -> str:
-    """Return the result for the terminal in about 25 lines, the verdict first."""
+    """Return the result in about 25 lines, the verdict first."""
     return "\n".join(_lines(run))
 
 
@@ -179,36 +162,25 @@ def _lines(run: DryRun) -> Iterator[str]:
             room = line_width() - 15
             yield from (f"  {format_bytes(line.bytes):>8}  {printable(line_label(line), room)}" for line in lines)
     if run.batch_size and (run.largest_batch is not None or run.trials):
-        yield _wrapped(f"Largest batch: {_largest_batch(run)}")
+        shown = f"{run.largest_batch}, predicted from the allocations of this batch of {run.batch_size}."
+        if run.trials:
+            tried = [f"{number} {'fits' if fits else 'does not fit'}" for number, fits in sorted(run.trials.items())]
+            largest = max((number for number, fits in run.trials.items() if fits), default="none")
+            shown = f"{largest} by dry runs with --vary ({', '.join(tried)})."
+        yield _wrapped(f"Largest batch: {shown}")
     if run.fits_on:
-        yield _wrapped(f"Fits on: {_gpu_models(run)}")
+        those: dict[str, list[str]] = {"yes": [], "perhaps": [], "no": []}
+        for model, fits in run.fits_on.items():
+            those[fits].append(f"~{model}" if model in run.estimated else model)
+        texts = [", ".join(those["yes"]) or "none"]
+        texts += [f"{word} on {', '.join(those[fits])}" for fits, word in _NOT_SURE.items() if those[fits]]
+        shown = f"{'; '.join(texts)}."
+        note = " ~: estimate; attention may need more memory there." if "~" in shown else ""
+        yield _wrapped(f"Fits on: {shown}{note}")
     if run.min_free_bytes:
         yield _wrapped(f"Value for --min-free: {run.min_free_bytes / 2**30:.1f}GiB.")
     if run.unknown:
         yield _wrapped(" ".join(run.unknown), 1000)
-
-
-def _largest_batch(run: DryRun) -> str:
-    if not run.trials:
-        return f"{run.largest_batch}, predicted from the allocations of this batch of {run.batch_size}."
-    tried = [f"{number} {'fits' if fits else 'does not fit'}" for number, fits in sorted(run.trials.items())]
-    largest = max((number for number, fits in run.trials.items() if fits), default=None)
-    return f"{'none' if largest is None else largest} by dry runs with --vary ({', '.join(tried)})."
-
-
-def _gpu_models(run: DryRun) -> str:
-    def those(fits: str) -> str:
-        return ", ".join(
-            f"~{model}" if model in run.estimated else model for model in run.fits_on if run.fits_on[model] == fits
-        )
-
-    texts = [those("yes") or "none"]
-    if those("perhaps"):
-        texts.append(f"perhaps on {those('perhaps')}")
-    if those("no"):
-        texts.append(f"not on {those('no')}")
-    shown = "; ".join(texts)
-    return f"{shown}. ~: estimate; attention may need more memory there." if "~" in shown else f"{shown}."
 
 
 def _wrapped(text: str, max_length: int = 500) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -70,14 +70,10 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(file=sys.__stdout__, width=line_width())  # rich writes the escape sequences of colors itself
     table = _user_table if args.by_user else _table
-    if args.watch:
-        return _watch(console, table)
-    gpus, claims = _read()
-    console.print(table(gpus, claims) if gpus else "The NVIDIA driver lists no GPU.")
-    return 0
-
-
-def _watch(console: Any, table: Callable[..., Table]) -> int:
+    if not args.watch:
+        gpus, claims = _read()
+        console.print(table(gpus, claims) if gpus else "The NVIDIA driver lists no GPU.")
+        return 0
     from rich.live import Live
 
     from lightning_gpu_tools.gpus import nvml
@@ -140,7 +136,10 @@ def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Tab
     table.add_column("claimed by", overflow="fold")
     for row in rows:
         cells = [Text(cell) for cell in row]  # Text, so that rich does not take a bracket in a name for markup
-        cells[_UTIL].stylize(_load_color(row[_UTIL]))
+        if row[_UTIL] != "?":
+            percent = float(row[_UTIL].removesuffix("%"))
+            busy = "red" if percent >= _MIN_FULL_PERCENT else "yellow"
+            cells[_UTIL].stylize("green" if percent < _MIN_BUSY_PERCENT else busy)
         table.add_row(*cells)
     return table
 
@@ -205,13 +204,6 @@ def _user_table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -
         notes.append(f"processes that cannot be read: GPU {', '.join(found['unknown_gpus'])}")
     table.caption = Text("; ".join(notes)) if notes else None
     return table
-
-
-def _load_color(utilization: str) -> str:
-    if utilization == "?":
-        return ""
-    percent = float(utilization.removesuffix("%"))
-    return "green" if percent < _MIN_BUSY_PERCENT else "red" if percent >= _MIN_FULL_PERCENT else "yellow"
 
 
 def _rows(gpu: GpuReading, claims: Sequence[GpuClaim] | None, uuid_length: int) -> Iterator[tuple[str, ...]]:

@@ -9,7 +9,7 @@ import os
 import sys
 from dataclasses import asdict
 
-from lightning_gpu_tools.cli import options
+from lightning_gpu_tools.cli.pick import percent
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, render_comparison
 from lightning_gpu_tools.reports.page import render_page
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-slowdown",
         metavar="PERCENT",
-        type=options.percent,
+        type=percent,
         help="allowed increase of the step time over OLD, e.g. 5%% (default: 0%%)",
     )
     parser.add_argument(

@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 
-from lightning_gpu_tools.cli import options
-from lightning_gpu_tools.selection.launchers import find_launch
+from lightning_gpu_tools.cli.pick import ABOUT_CLAIMS, add_requirements, say, select
+from lightning_gpu_tools.selection.placement import find_launch
 from lightning_gpu_tools.units import printable_path
 
 _SRUN_INSIDE = (
@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the command; 1 "
         "no report for --min-free last; 2 wrong usage; 3 not enough GPUs; 4 no NVIDIA driver; 126 the command cannot "
         "be run; 127 it was not found. "
-        f"{options.ABOUT_CLAIMS}"
+        f"{ABOUT_CLAIMS}"
     )
-    options.add_requirements(parser)
+    add_requirements(parser)
     parser.add_argument(
         "--advise",
         action="store_true",
@@ -58,19 +58,15 @@ def run(args: argparse.Namespace) -> int:
         launch = find_launch(os.environ, has_mpi4py=True)
         if launch and 1 < (launch.processes or 1) <= count:  # each of them gets one or more of the GPUs
             group = launch.group(count)
-        selection = options.select(args, claim=True, group=group)
+        selection = select(args, claim=True, group=group)
         selection.apply()
         selection.pass_on()
         reason = selection.reason or f"Another process has picked {selection.cuda_visible_devices}."
         if launch and group:
             reason += f" The {launch.processes} processes that {launch.program} started on this machine share them."
-        options.say(reason)
+        say(reason)
         if os.path.basename(command[0]) == "srun":
-            options.say(_SRUN_INSIDE)
-    return _execute(command)
-
-
-def _execute(command: list[str]) -> int:
+            say(_SRUN_INSIDE)
     try:
         for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the command would inherit that
             signal.signal(getattr(signal, name), signal.SIG_DFL)

@@ -14,12 +14,11 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import psutil
 
-from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, VARIABLE, Plan, ProcessRecord
+from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, VARIABLE, ProcessRecord
 from lightning_gpu_tools.files import scratch_prefix
 from lightning_gpu_tools.simulated import Machine
 
@@ -31,13 +30,6 @@ _LIBC = ctypes.CDLL(None)
 _STARTUP = Path(__file__).parent / "startup"
 
 
-class Trial(NamedTuple):
-    """The end of a command that ran on simulated GPUs."""
-
-    code: int  # exit code, negative for a signal; 0 if the command was stopped after its ranks had ended
-    records: tuple[ProcessRecord, ...]
-
-
 def torch_folder() -> str:
     """Return the folder of torch in this Python environment; empty if torch is not installed."""
     spec = importlib.util.find_spec("torch")
@@ -47,16 +39,21 @@ def torch_folder() -> str:
 def run(
     command: Sequence[str],
     gpus: Sequence[str],
-    plan: Plan,
     *,
+    steps: int,
+    room_bytes: int,
     occupied_bytes: int,
     times_memory: int = 1,
     stdout: int | None = None,
     stderr: int | None = None,
-) -> Trial:
-    """Run a command until its ranks have completed the steps of the plan, or until it ends.
+) -> tuple[int, tuple[ProcessRecord, ...]]:
+    """Run a command until its ranks have completed this number of steps, or until it ends.
+
+    Return its exit code, negative for a signal, and the records of its processes. The code is 0 if the command was
+    stopped after its ranks had ended.
 
     When this process ends, even by a signal, the command and its children end and their temporary folder is removed.
+    ``room_bytes`` is the memory for torch on the target GPU, which limits the largest batch.
     ``occupied_bytes`` is the memory on each GPU that torch does not manage; ``times_memory`` multiplies each GPU's
     memory. ``stdout`` and ``stderr`` are as for ``subprocess.Popen``.
 
@@ -72,10 +69,10 @@ def run(
         machine = Machine(folder / "machine", gpus, times_memory=times_memory, times_speed=_TIMES_SPEED)
         for number in range(len(gpus)):
             machine.occupy(number, occupied_bytes)
-        (folder / PLAN).write_text(json.dumps(plan))
+        (folder / PLAN).write_text(json.dumps([steps, room_bytes]))
         environ = {
             **os.environ,
-            VARIABLE: str(folder),
+            VARIABLE: name,
             "PYTHONPATH": os.pathsep.join(filter(None, (str(_STARTUP), os.environ.get("PYTHONPATH")))),
             "LIGHTNING_GPU_TOOLS_CLAIMS_DIR": str(folder / "claims"),  # not the claims on this machine's GPUs
             "SIMULATED_CUDA_WAITS_ASLEEP": "1",
@@ -88,34 +85,25 @@ def run(
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=lambda: _LIBC.prctl(_SIGNAL_OF_PARENT, signal.SIGKILL),
         )
         stack.callback(_end, process)
-        return Trial(_wait(process, folder), _records(folder))
-
-
-def _end_with_parent() -> None:
-    _LIBC.prctl(_SIGNAL_OF_PARENT, signal.SIGKILL)
+        return _wait(process, folder), _records(folder)
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
     """Wait until a command or all of its ranks have ended, and return its exit code."""
-    give_up_s = code = None
+    give_up_s, code = None, 0
     while give_up_s is None or time.monotonic() < give_up_s:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(_POLL_S)
-        if give_up_s is None and (code := _code_of_ranks(_records(folder))) is not None:
-            give_up_s = time.monotonic() + _GRACE_S
-    return code or 0
-
-
-def _code_of_ranks(records: Sequence[ProcessRecord]) -> int | None:
-    """Return the exit code that the ranks of a job imply; ``None`` while they may still run."""
-    complete = [record for record in records if record.outcome == "complete"]
-    if complete and len(complete) >= complete[0].world_size:
-        return 0
-    has_failed = any(record.outcome == "broken" or (record.error and record.world_size > 1) for record in records)
-    return 1 if has_failed else None
+        records = _records(folder)
+        complete = [record for record in records if record.outcome == "complete"]
+        has_failed = any(record.outcome == "broken" or (record.error and record.world_size > 1) for record in records)
+        is_complete = bool(complete) and len(complete) >= complete[0].world_size
+        if give_up_s is None and (is_complete or has_failed):
+            give_up_s, code = time.monotonic() + _GRACE_S, 0 if is_complete else 1
+    return code
 
 
 def _records(folder: Path) -> tuple[ProcessRecord, ...]:

@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_gpu_tools.advice.batch_size import largest_batch
 from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.dry_run.peak import ends_of, find_peak, parts_at, phase_of
-from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, Moment, Plan, ProcessRecord
+from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, Moment, ProcessRecord
 from lightning_gpu_tools.loaders.settings import batch_shape
 from lightning_gpu_tools.memory.blocks import (
     MemoryRecorder,
@@ -61,27 +61,31 @@ class Recorder:
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
-        self._plan = Plan(*json.loads((self._folder / PLAN).read_text()))
+        # The number of steps after which the process ends, and the memory for torch on the target GPU.
+        self._max_steps, self._room_bytes = json.loads((self._folder / PLAN).read_text())
         self._pid = os.getpid()
         self._memory = MemoryRecorder()
         self._gpus: dict[int, _Gpu] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}  # by id; kept alive, so that no other gets the id
         self._counts: Counter[int] = Counter()
-        self._steps = 0
-        self._in_step = False
-        self._batch_size: int | None = None
-        self._is_mixed = self._has_validated = self._has_convolutions = self._compiles = self._generates = False
-        self._failures = self._requested_bytes = 0
-        self._failure: Moment | None = None
+        self._in_step = self._is_mixed = False
+        self._record = ProcessRecord(torch=os.path.dirname(os.path.abspath(torch.__file__)))
 
     def start(self) -> None:
         """Register torch's hooks, and start a thread that ends this process with the dry run."""
+        compile_model = torch.compile
+
+        @functools.wraps(compile_model)
+        def record_call(*args: Any, **kwargs: Any) -> Any:
+            self._record.compiles = True
+            return compile_model(*args, **kwargs)
+
         threading.Thread(target=self._end_with_the_dry_run, daemon=True).start()
         register_optimizer_step_post_hook(self._guarded(self._after_optimizer))
         register_module_forward_pre_hook(self._guarded(self._before_forward))
         compat.call_once_cuda_starts(self._guarded(self._cuda_starts))
         atexit.register(self._guarded(self._at_exit))
-        torch.compile = self._recording_calls(torch.compile)
+        torch.compile = record_call
         when_imported("", self._bound_generation, ("transformers.generation.utils",))
 
     def _bound_generation(self, transformers: ModuleType) -> None:
@@ -97,20 +101,12 @@ class Recorder:
 
         def has_unfinished(*_: Any, **__: Any) -> bool:
             nonlocal has_ended
-            self._generates = True
+            self._record.generates = True
             ended, has_ended = has_ended, False
             return not ended
 
         transformers.MaxLengthCriteria.__call__ = compare
         transformers.GenerationMixin._has_unfinished_sequences = has_unfinished
-
-    def _recording_calls(self, compile_model: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(compile_model)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._compiles = True
-            return compile_model(*args, **kwargs)
-
-        return call
 
     def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:
@@ -119,7 +115,8 @@ class Recorder:
             try:
                 hook(*args)
             except Exception as error:  # noqa: BLE001 - after any error, there is no result
-                self._write(ProcessRecord(torch=_torch_folder(), outcome="broken", error=_in_words(error)))
+                self._record.error = _in_words(error)
+                self._write("broken")
                 os._exit(1)
 
         return call
@@ -143,21 +140,21 @@ class Recorder:
             with frames_kept():
                 training = sys._current_frames().get(threading.main_thread().ident or 0)
                 seen = line_in(stack) or line_in(_stack_of(training))
-            self._failures += 1
-            self._failure = Moment(self._step, phase_of(stack) if self._step else "", *(seen or ())[:3])
-            self._requested_bytes = requested_bytes
-            self._write(self._record("running"))
+            self._record.failures += 1
+            self._record.failure = Moment(self._step, phase_of(stack) if self._step else "", *(seen or ())[:3])
+            self._record.requested_bytes = requested_bytes
+            self._write("running")
 
     @property
     def _step(self) -> int:
         """The current step, or between steps the next one; 0 before the first."""
-        return self._steps + 1 if self._in_step or self._steps else 0
+        return self._record.steps + 1 if self._in_step or self._record.steps else 0
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         if self._in_step or not _uses_cuda():
             return
         trains = torch.is_grad_enabled()
-        self._has_validated |= not trains and not module.training
+        self._record.has_validated |= not trains and not module.training
         batch = next((tensor for tensor in plain_tensors(inputs) if tensor.is_cuda and tensor.dim()), None)
         if batch is None or not (trains or not self._gpus):
             return
@@ -165,29 +162,26 @@ class Recorder:
         if trains:
             self._in_step = True
             shape = batch_shape(inputs)
-            self._batch_size = shape[0] if shape else None
+            self._record.batch_size = shape[0] if shape else None
             self._is_mixed |= torch.is_autocast_enabled("cuda")
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer
         self._counts[id(optimizer)] += 1
-        if self._counts[id(optimizer)] <= self._steps:  # another optimizer in the same step
+        if self._counts[id(optimizer)] <= self._record.steps:  # another optimizer in the same step
             return
-        self._steps += 1
+        self._record.steps += 1
         if _uses_cuda():
             self._read(is_step=self._in_step)
         self._in_step = False
-        if self._steps == self._plan.steps:
-            self._finish()
-
-    def _finish(self) -> None:
+        if self._record.steps < self._max_steps:
+            return
         if _uses_cuda():
             torch.cuda.synchronize()
-        record = self._record("complete")
-        self._write(record)
+        self._write("complete")
         give_up_s = time.monotonic() + _TIMEOUT_RANKS_S
         complete = RECORD.format("complete-*")
-        while len([*self._folder.glob(complete)]) < record.world_size and time.monotonic() < give_up_s:
+        while len([*self._folder.glob(complete)]) < self._record.world_size and time.monotonic() < give_up_s:
             time.sleep(0.05)
         for child in multiprocessing.active_children():  # DataLoader workers
             child.kill()
@@ -201,8 +195,8 @@ class Recorder:
             with contextlib.suppress(RuntimeError):  # CUDA itself may have failed
                 self._read(is_step=False)
         error = getattr(sys, "last_value", None)  # set by Python if an error ends the main thread
-        record = self._record("ended")
-        self._write(dataclasses.replace(record, error="" if error is None else _in_words(error)))
+        self._record.error = "" if error is None else _in_words(error)
+        self._write("ended")
 
     def _read(self, *, is_step: bool) -> None:
         """Read the memory of all GPUs, and its changes since the last reading."""
@@ -217,63 +211,42 @@ class Recorder:
             optimizer_states=[[*optimizer.state.values()] for optimizer in self._optimizers.values()],
             buffers=[[*module.buffers(recurse=False)] for module in modules],
         )
-        self._has_convolutions = any(isinstance(module, _CUDNN_MODULES) for module in modules)
+        self._record.has_convolutions = any(isinstance(module, _CUDNN_MODULES) for module in modules)
         for index in range(torch.cuda.device_count()):
             reading = read_memory(torch.device("cuda", index))
             if reading is not None and reading.peak_reserved_bytes:
                 gpu = self._gpus.setdefault(index, _Gpu(torch.device("cuda", index)))
-                gpu.read(self._steps if is_step else self._step, names)
+                gpu.read(self._record.steps if is_step else self._step, names)
                 if is_step and len(gpu.steps) < _REPLAYED_STEPS:
-                    gpu.keep_step(self._steps, self._batch_size or 1, weights, self._is_mixed)
+                    gpu.keep_step(self._record.steps, self._record.batch_size or 1, weights, self._is_mixed)
                 elif not is_step:
                     gpu.begin_step()
         self._memory.stop()
         self._memory.start("all")
 
-    def _record(self, outcome: Literal["complete", "ended", "running"]) -> ProcessRecord:
-        is_rank = torch.distributed.is_available() and torch.distributed.is_initialized()
-        record = ProcessRecord(
-            torch=_torch_folder(),
-            outcome=outcome,
-            steps=self._steps,
-            world_size=torch.distributed.get_world_size() if is_rank else 1,
-            rank=torch.distributed.get_rank() if is_rank else 0,
-            uses_gpu=_uses_cuda(),
-            batch_size=self._batch_size,
-            failures=self._failures,
-            failure=self._failure,
-            requested_bytes=self._requested_bytes,
-            has_validated=self._has_validated,
-            compiles=self._compiles,
-            # The number of masks whose elements the simulated GPUs have counted.
-            masks=ctypes.c_long.in_dll(ctypes.CDLL(None), "simulated_cuda_masks").value > 0,
-            generates=self._generates,
-        )
-        if not self._gpus or outcome == "running":
-            return record
-        gpu = max(self._gpus.values(), key=lambda gpu: gpu.peak_bytes)
-        reading = read_memory(gpu.gpu)
-        assert reading is not None
-        fits = None
-        if self._batch_size and outcome == "complete" and len(gpu.steps) == _REPLAYED_STEPS and gpu.is_complete:
-            fits = largest_batch(gpu.recorded(), self._plan.room_bytes)
-        parts = dict(gpu.parts)
-        parts["activations"] = max(0, reading.peak_allocated_bytes - sum(parts.values()) + parts.get("activations", 0))
-        return dataclasses.replace(
-            record,
-            peak_allocated_bytes=reading.peak_allocated_bytes,
-            peak_reserved_bytes=reading.peak_reserved_bytes,
-            retries=reading.retries,
-            peak=gpu.peak,
-            parts_bytes={name: size for name, size in parts.items() if size},
-            lines=gpu.lines,
-            largest_batch=fits,
-            has_convolutions=self._has_convolutions,
-        )
-
-    def _write(self, record: ProcessRecord) -> None:
-        name = f"{record.outcome}-{self._pid}" if record.outcome == "complete" else str(self._pid)
-        file = self._folder / RECORD.format(name)
+    def _write(self, outcome: Literal["complete", "ended", "running", "broken"]) -> None:
+        record = self._record
+        record.outcome = outcome
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            record.world_size, record.rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        record.uses_gpu = _uses_cuda()
+        # The number of masks whose elements the simulated GPUs have counted.
+        record.masks = ctypes.c_long.in_dll(ctypes.CDLL(None), "simulated_cuda_masks").value > 0
+        if self._gpus and outcome in ("complete", "ended"):
+            gpu = max(self._gpus.values(), key=lambda gpu: gpu.peak_bytes)
+            reading = read_memory(gpu.gpu)
+            assert reading is not None
+            if record.batch_size and outcome == "complete" and len(gpu.steps) == _REPLAYED_STEPS and gpu.is_complete:
+                record.largest_batch = largest_batch(gpu.recorded(), self._room_bytes)
+            parts = dict(gpu.parts)
+            parts["activations"] = max(
+                0, reading.peak_allocated_bytes - sum(parts.values()) + parts.get("activations", 0)
+            )
+            record.parts_bytes = {name: size for name, size in parts.items() if size}
+            record.peak, record.lines, record.retries = gpu.peak, gpu.lines, reading.retries
+            record.peak_allocated_bytes = reading.peak_allocated_bytes
+            record.peak_reserved_bytes = reading.peak_reserved_bytes
+        file = self._folder / RECORD.format(f"complete-{self._pid}" if outcome == "complete" else self._pid)
         written = file.with_suffix(".new")
         written.write_text(json.dumps(dataclasses.asdict(record)))
         written.replace(file)
@@ -379,7 +352,3 @@ def _in_words(error: BaseException) -> str:
 
 def _uses_cuda() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _torch_folder() -> str:
-    return os.path.dirname(os.path.abspath(torch.__file__))

@@ -13,13 +13,6 @@ VARIABLE = "LIGHTNING_GPU_TOOLS_DRY_RUN"
 PLAN, LOCK, RECORD = "plan.json", "lock", "record-{}.json"
 
 
-class Plan(NamedTuple):
-    """The settings of a dry run that each process needs."""
-
-    steps: int  # number of steps after which the process ends
-    room_bytes: int  # memory for torch on the target GPU
-
-
 class Moment(NamedTuple):
     """A moment of a run at which memory was allocated."""
 
@@ -30,13 +23,13 @@ class Moment(NamedTuple):
     function: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class ProcessRecord:
     """The record of a process that has imported torch."""
 
     torch: str  # folder of torch
     # After all requested steps; before that; if it may continue after an error; if the recording failed.
-    outcome: Literal["complete", "ended", "running", "broken"]
+    outcome: Literal["complete", "ended", "running", "broken"] = "running"
     error: str = ""  # that ended the process: "KeyError: 'x'"; empty if there was none or it is unknown
     steps: int = 0  # completed optimizer steps
     world_size: int = 1

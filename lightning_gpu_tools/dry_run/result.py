@@ -123,26 +123,32 @@ def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -
     """
     if not records:
         if code:
-            return _unknown_because(f"The command ended with {_ending(code)} before it imported torch. See its output.")
-        return _unknown_because(
-            "The command ended without importing torch. Python processes started with -S, -I or -E, or without "
-            "PYTHONPATH, cannot be recorded."
+            return Judgment(
+                "cannot_be_told",
+                why_not=f"The command ended with {_ending(code)} before it imported torch. See its output.",
+            )
+        return Judgment(
+            "cannot_be_told",
+            why_not="The command ended without importing torch. Python processes started with -S, -I or -E, or without "
+            "PYTHONPATH, cannot be recorded.",
         )
     for record in records:
         if record.outcome == "broken":
-            return _unknown_because(f"The recording of a process failed: {record.error}")
+            return Judgment("cannot_be_told", why_not=f"The recording of a process failed: {record.error}")
         if record.torch != torch:
-            return _unknown_because(
+            why = (
                 f"The command uses the torch in {record.torch}, but the simulated GPUs are made for the torch in "
                 f"{torch}. Install lightning-gpu-tools in the command's Python environment, and run dry-run from there."
             )
+            return Judgment("cannot_be_told", why_not=why)
     if code in _ABORTED and all(record.outcome != "running" and not record.error for record in records):
         code = 0  # after its end: torch's threads may lose a race with Python's shutdown
     fullest = max(records, key=lambda record: (record.outcome == "complete", record.steps, record.peak_reserved_bytes))
     if fullest.outcome == "complete":
         if not fullest.uses_gpu:
-            return _unknown_because(
-                f"The command completed {plural(fullest.steps, 'training step')} without using a GPU."
+            return Judgment(
+                "cannot_be_told",
+                why_not=f"The command completed {plural(fullest.steps, 'training step')} without using a GPU.",
             )
         return Judgment("fits", fullest)
     failed = max(records, key=lambda record: record.failures)
@@ -154,16 +160,15 @@ def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -
         if too_few is not None:
             count = 2 if too_few[1] is None else int(too_few[1]) + 1
             remedy = f"Simulate as many GPUs as the command uses: add -n {count} to dry-run."
-        return _unknown_because(f"The command ended with {error or _ending(code)} {_after(fullest.steps)}. {remedy}")
+        return Judgment(
+            "cannot_be_told",
+            why_not=f"The command ended with {error or _ending(code)} {_after(fullest.steps)}. {remedy}",
+        )
     if not any(record.uses_gpu for record in records):
-        return _unknown_because("The command did not use a GPU.")
+        return Judgment("cannot_be_told", why_not="The command did not use a GPU.")
     return Judgment(
         "fits", max((record for record in records if record.uses_gpu), key=lambda record: record.peak_reserved_bytes)
     )
-
-
-def _unknown_because(why: str) -> Judgment:
-    return Judgment("cannot_be_told", None, why)
 
 
 def _ending(code: int) -> str:
@@ -210,10 +215,16 @@ def result(judgment: Judgment, gpu: str, gpus: int, steps: int, needs: ProcessRe
         return without_needs
     context = context_bytes(gpu, known.world_size)
     without_cache, needed = known.peak_allocated_bytes + context, known.peak_reserved_bytes + context
+    fits_on = {
+        model: "yes" if needed <= certain_bytes(model) else "perhaps" if without_cache <= usable_bytes(model) else "no"
+        for model in MODELS
+    }
     peak = f" (peak {moment_in_words(known.peak)})" if known.peak and fits else ""
     doubt = "" if fits else _failed(record)
     if verdict == "perhaps":
-        doubt = f" {_EMPTIED if known.retries else _NEAR}"
+        doubt = f" Above {100 * _CERTAIN_SHARE:.0f}% of it, a real GPU may run out of memory."
+        if known.retries:
+            doubt = " Torch had to empty its cache to make room, and a real GPU may then run out of memory."
     return replace(
         without_needs,
         reason=f"needs {format_bytes(needed)} of {_all_of(gpu)}{peak}.{doubt}",
@@ -222,17 +233,13 @@ def result(judgment: Judgment, gpu: str, gpus: int, steps: int, needs: ProcessRe
         world_size=known.world_size,
         batch_size=known.batch_size,
         peak=known.peak,
-        parts_bytes=_parts(known, context),
+        parts_bytes={**known.parts_bytes, "cache_reusable": max(0, needed - without_cache), "context": context},
         lines=known.lines,
         largest_batch=known.largest_batch,
-        fits_on={model: _fits(model, without_cache, needed) for model in MODELS},
+        fits_on=fits_on,
         estimated=tuple(model for model in MODELS if MODELS[model].capability != MODELS[gpu].capability),
         unknown=tuple(_limitations(known, steps)),
     )
-
-
-_NEAR = f"Above {100 * _CERTAIN_SHARE:.0f}% of it, a real GPU may run out of memory."
-_EMPTIED = "Torch had to empty its cache to make room, and a real GPU may then run out of memory."
 
 
 def _all_of(gpu: str) -> str:
@@ -244,15 +251,6 @@ def _failed(record: ProcessRecord) -> str:
     if record.failure is None:
         return " The failure was outside torch's allocator."
     return f" Allocating {format_bytes(record.requested_bytes)} more failed {moment_in_words(record.failure)}."
-
-
-def _parts(record: ProcessRecord, context: int) -> dict[str, int]:
-    cache = max(0, record.peak_reserved_bytes - record.peak_allocated_bytes)
-    return {**record.parts_bytes, "cache_reusable": cache, "context": context}
-
-
-def _fits(gpu: str, without_cache: int, needed: int) -> str:
-    return "yes" if needed <= certain_bytes(gpu) else "perhaps" if without_cache <= usable_bytes(gpu) else "no"
 
 
 def _limitations(record: ProcessRecord, steps: int) -> list[str]:

@@ -8,7 +8,6 @@ simulated, with which constants, and what is not. The simulation affects only pr
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import struct
@@ -18,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_gpu_tools.simulated.build import SimulatedCudaError, libraries
-from lightning_gpu_tools.simulated.models import MODELS, Model, find_model
+from lightning_gpu_tools.simulated.models import MODELS, find_model
 
-__all__ = ["MODELS", "Machine", "SimulatedCudaError", "host_waits"]
+__all__ = ["MODELS", "Machine", "SimulatedCudaError"]
 
 VARIABLE = "SIMULATED_CUDA"
 # Copies between host and GPU over PCI Express 4.0 x16: 25 GB/s from pinned memory, 6 GB/s from pageable memory, which
@@ -64,7 +63,10 @@ class Machine:
         for position, name in enumerate(gpus):
             self._places.append(len(self.uuids) + sum(len(mig.get(i, ())) for i in range(position)))
             self.uuids.append(f"GPU-{uuid.uuid5(uuid.NAMESPACE_OID, f'simulated {position}')}")
-            lines += ["gpu", *_lines_of(MODELS[name], times_memory, times_speed)]
+            model = MODELS[name]
+            faster = {rate: getattr(model, rate) * times_speed for rate in _RATES}
+            model = model._replace(memory_mib=times_memory * model.memory_mib, **faster)
+            lines += ["gpu", *(f"{key} {value}" for key, value in model._asdict().items())]
             lines += [f"uuid {self.uuids[-1]}", f"pci 00000000:{16 * position + 11:02X}:00.0"]
             for number, slices in enumerate(mig.get(position, ())):
                 lines += ["mig", *_instance(name, position, number, slices)]
@@ -101,12 +103,6 @@ class Machine:
             struct.pack_into("=Q", state, 16 * self._places[gpu] + offset, value)
 
 
-def _lines_of(model: Model, times_memory: int, times_speed: float) -> list[str]:
-    faster = {name: getattr(model, name) * times_speed for name in _RATES}
-    changed = model._replace(memory_mib=times_memory * model.memory_mib, **faster)
-    return [f"{key} {value}" for key, value in changed._asdict().items()]
-
-
 def _instance(name: str, position: int, number: int, slices: int) -> list[str]:
     """Return a MIG instance's differences from its GPU: a share of its 7 GPU slices and 8 memory slices."""
     model = MODELS[name]
@@ -123,18 +119,3 @@ def _instance(name: str, position: int, number: int, slices: int) -> list[str]:
         *(f"{rate} {getattr(model, rate) * share:g}" for rate in ("fp32_tflops", "tf32_tflops", "half_tflops")),
         f"memory_gb_s {model.memory_gb_s * memory_slices / 8:g}",
     ]
-
-
-def host_waits() -> dict[str, int]:
-    """Return the number of times this process has waited for the GPU, by kind of wait.
-
-    ``copy`` counts copies that block the host: those of pageable memory.
-
-    Raises:
-        SimulatedCudaError: This process is not running on a simulated machine.
-    """
-    try:
-        counts = (ctypes.c_long * 4).in_dll(ctypes.CDLL(None), "simulated_cuda_waits")
-    except ValueError:
-        raise SimulatedCudaError("This process does not run on a simulated machine.") from None
-    return dict(zip(("device", "stream", "event", "copy"), counts, strict=True))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from launched_jobs import by_hand, mpirun, slurm, torchrun
 
-from lightning_gpu_tools.selection.launchers import Launch, find_launch
+from lightning_gpu_tools.selection.placement import Launch, find_launch
 
 Environment = Callable[..., dict[str, str]]
 ALL = [torchrun, slurm, mpirun, by_hand]
