@@ -194,8 +194,3 @@ def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float | 
     if total <= 0:
         return None
     return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / total
-
-
-def mean_percent(samples: Sequence[UtilizationSample]) -> float | None:
-    """Return the time-weighted mean of the samples, oldest first; ``None`` without any."""
-    return weighted_mean([sample.percent for sample in samples], weights_s(samples))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Annotated
 
 from msgspec import Meta
@@ -33,41 +32,25 @@ class Series:
             if value is not None
         ]
 
-    def means(self, edges_s: Sequence[float]) -> list[float | None]:
-        """Return the mean between consecutive edges, over the intervals whose middle lies between them.
-
-        If no middle lies there, return the mean of the enclosing interval. ``None`` where nothing was reported.
-        """
-        places = [(edge_s - self.begin_s) / self.interval_s for edge_s in edges_s]
-        found: list[float | None] = []
-        for begin, end in pairwise(places):
-            first, after = math.ceil(begin - 0.5), math.ceil(end - 0.5)
-            if first == after:
-                first = math.floor((begin + end) / 2)
-                after = first + 1
-            known = [value for value in self.values[max(0, first) : max(0, after)] if value is not None]
-            found.append(math.fsum(known) / len(known) if known else None)
-        return found
-
     def at_most(self, count: int) -> Series:
         """Return the series in at most ``count`` intervals, made longer by a power of two."""
-        if len(self.values) <= count:
-            return self
-        interval_s = 2 * self.interval_s
-        edges_s = [self.begin_s + number * interval_s for number in range((len(self.values) + 1) // 2 + 1)]
-        return Series(self.begin_s, interval_s, self.means(edges_s)).at_most(count)
+        interval_s, values = self.interval_s, self.values
+        while len(values) > count:
+            pairs = [[value for value in values[i : i + 2] if value is not None] for i in range(0, len(values), 2)]
+            interval_s, values = 2 * interval_s, [sum(pair) / len(pair) if pair else None for pair in pairs]
+        return Series(self.begin_s, interval_s, values)
 
 
 class Timeline:
     """A quantity over time in a bounded number of intervals. At the limit, neighboring intervals are merged in pairs.
 
-    Intervals are ``width_s`` long at first and begin at ``origin_s``, by default the time of the first value.
+    Intervals are ``width_s`` long at first and begin at the time of the first value.
     """
 
-    def __init__(self, max_points: int, width_s: float, origin_s: float | None = None) -> None:
+    def __init__(self, max_points: int, width_s: float) -> None:
         self._max_points = max_points
         self._width_s = width_s
-        self._origin_s = origin_s
+        self._origin_s: float | None = None
         # By interval: the sum of values times weights, and the sum of weights.
         self._totals: list[float] = []
         self._weights: list[float] = []

@@ -1,12 +1,18 @@
-"""Metrics, summaries, and problems of the GPUs of one node during one fit."""
+"""Threads that sample the GPUs of one node during one fit, and the metrics, summaries and problems of these GPUs."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from statistics import fmean
+from typing import TYPE_CHECKING, Literal
 
+from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.metrics import (
     GpuSample,
     GpuSummary,
@@ -16,17 +22,68 @@ from lightning_gpu_tools.gpus.metrics import (
     rounded,
     with_shares,
 )
-from lightning_gpu_tools.gpus.readings import GpuReading, not_none
-from lightning_gpu_tools.gpus.sampler import Phase, Sampler
-from lightning_gpu_tools.gpus.windows import WindowBuilder
+from lightning_gpu_tools.gpus.readings import GpuReading, not_none, weights_s
+from lightning_gpu_tools.gpus.timeline import Timeline
+from lightning_gpu_tools.gpus.windows import Phases, WindowBuilder
+from lightning_gpu_tools.units import printable
 
+if TYPE_CHECKING:
+    from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
+
+Phase = Literal["training", "validation"]  # each window covers one of them
+
+_MAX_INTERVAL_S = 10.0  # the driver's buffer holds about 20 s
+_TIMELINE_POINTS = 2000  # the width of a screen; about 10 kB per metric in a report
+_TIMELINES = ("utilization_percent", "memory_used_bytes", "power_watts")
 _LAST_POLL_S = 2.0  # limit for one more poll at the end of a run
 
 
-class GpuWatch(Sampler):
-    """A sampler of the GPUs of one node: ``gpus`` to log and report, and those that the model is ``trained_on``.
+class _Poller(threading.Thread):
+    """A thread that polls one GPU, so that a hanging GPU does not delay the others."""
 
-    ``job_pids`` returns the PIDs of this job's processes on the node, in their own namespace.
+    def __init__(self, run: Callable[[_Poller], None], uuid: str) -> None:
+        super().__init__(name="lightning-gpu-tools-sampler", daemon=True)
+        self._run = run
+        self.uuid = uuid
+        self.begun = self.done = self.wanted = 0  # polls
+        self.ended = False
+        self.failure: Exception | None = None  # the reason why it ended early
+        self.busy_since_s: float | None = time.monotonic()  # in the driver
+        self.cpu_s = 0.0
+
+    def run(self) -> None:
+        self._run(self)
+
+    @property
+    def is_late(self) -> bool:
+        since_s = self.busy_since_s  # read once, because the thread may change it
+        limit_s = limits.LIMIT_S if self.begun else limits.OPENING_LIMIT_S
+        return since_s is not None and time.monotonic() - since_s > limit_s
+
+    @property
+    def has_no_samples(self) -> bool:
+        return self.is_late or self.failure is not None
+
+    def problem(self) -> str:
+        """Return the reason why there are no samples now."""
+        if self.failure is not None:
+            error = printable(repr(self.failure), 200)
+            return f"{self.uuid} is no longer measured after an unexpected error: {error}."
+        function = limits.pending_function(self)
+        late = f"The driver has not answered {function} for {self.uuid} within {limits.LIMIT_S:.0f} s"
+        return f"{late}. This GPU is not measured until it answers. Check `dmesg`."
+
+
+class GpuWatch:
+    """Threads that sample GPUs and MIG instances until they are closed, and aggregate the samples.
+
+    ``gpus`` are those to log and report, and the model is ``trained_on`` some of these or others. ``job_pids`` returns
+    the PIDs of this job's processes on the node, in their own namespace. ``gpm`` is whether to use the GPU performance
+    monitors.
+
+    The constructor raises ``NvmlUnavailableError`` without a usable NVIDIA driver. If reading a GPU fails later, or the
+    driver does not answer for it, its windows report that as a problem, and the other GPUs are still sampled. In a
+    forked child, which has no such threads, the watch is empty.
     """
 
     def __init__(
@@ -41,21 +98,75 @@ class GpuWatch(Sampler):
     ) -> None:
         self._gpus = {gpu.uuid: gpu for gpu in gpus if gpu.uuid is not None}
         self._trained_on = frozenset(not_none(gpu.uuid for gpu in trained_on))
+        self._interval_s = min(interval_s, _MAX_INTERVAL_S)
+        self._gpm = gpm
         self._node = node
         self._started_s = time.time()
         self._energy_joules: dict[str, float] = {}
         self._others_peak_bytes: dict[str, int | None] = {}
         self._noted: dict[str, GpuSample] = {}
         self._taken: tuple[int, frozenset[str]] = (0, frozenset())  # `polled` at the last `take_metrics`
-        super().__init__(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
+        self._pid = os.getpid()
+        self._phases = Phases()
+        uuids = sorted({*self._gpus, *self._trained_on})
+        # Since the last `take`, and over the whole run.
+        self._recent, self._whole = (
+            {
+                phase: {uuid: WindowBuilder(uuid, functools.partial(self._phases.overlap_s, phase)) for uuid in uuids}
+                for phase in ("training", "validation")
+            }
+            for _ in range(2)
+        )
+        self._timelines = {
+            uuid: {name: Timeline(_TIMELINE_POINTS, interval_s) for name in _TIMELINES} for uuid in uuids
+        }
+        self._latest: dict[str, GpuSample] = {}
+        self.refused: dict[str, None] = {}  # descriptions of counters that the driver refuses
+        self._stopping = False
+        lock = threading.Lock()  # guards everything that the threads collect
+        self._polled, self._wake = threading.Condition(lock), threading.Condition(lock)
+        self._pollers = [_Poller(self._run, uuid) for uuid in uuids]
+        for poller in self._pollers:
+            poller.start()
+        with self._polled:
+            self._polled.wait_for(lambda: all(poller.begun or poller.ended for poller in self._pollers), limits.LIMIT_S)
+            unusable = [poller.failure for poller in self._pollers if isinstance(poller.failure, NvmlUnavailableError)]
+            if unusable:
+                self._stop()
+                raise unusable[0]
         from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
         self._job_pids = job_pids if nvml.pids_are_ours() else lambda: None
 
     @property
+    def cpu_s(self) -> float:
+        """CPU time of the threads."""
+        return sum(poller.cpu_s for poller in self._pollers)
+
+    @property
+    def polled(self) -> tuple[int, frozenset[str]]:
+        """The smallest number of polls among the GPUs that answer, and the UUIDs of those that do not."""
+        late = frozenset(poller.uuid for poller in self._pollers if poller.has_no_samples)
+        return min((poller.done for poller in self._pollers if poller.uuid not in late), default=0), late
+
+    @property
     def own_pids(self) -> frozenset[int] | None:
         """The driver's PIDs of this job's processes on the node; ``None`` if unknown, as in a container."""
         return self._job_pids()
+
+    def enter(self, phase: Phase) -> None:
+        """Assign samples to this phase from now on. The first phase is training."""
+        if self._pid == os.getpid():  # in a forked child, a thread of the parent may hold the lock forever
+            with self._polled:
+                self._phases.enter(phase, time.time())
+
+    def take(self, phase: Phase = "training") -> dict[str, GpuWindow]:
+        """Return the windows of a phase since the last call for it, by UUID. Windows of both phases have the errors."""
+        return self._read(self._recent[phase], WindowBuilder.take)
+
+    def whole(self, phase: Phase = "training", *, wait_s: float = 0.0) -> dict[str, GpuWindow]:
+        """Return the windows of a phase so far, by UUID, after one more poll if it ends within ``wait_s``."""
+        return self._read(self._whole[phase], WindowBuilder.so_far, wait_s)
 
     def trained_on(self, phase: Phase = "training") -> list[GpuWindow]:
         """Return the whole run so far for the GPUs that train the model."""
@@ -63,13 +174,13 @@ class GpuWatch(Sampler):
 
     def lost_clock_percent(self) -> float | None:
         """Return the largest loss of clock rate to heat and power, in percent of the highest; ``None`` if unknown."""
-        samples = [sample for uuid, sample in self.latest().items() if uuid in self._trained_on]
+        samples = [sample for uuid, sample in self._latest_samples().items() if uuid in self._trained_on]
         lost = (100.0 - (sample.held_clock_percent or 100.0) for sample in samples if sample.throttled_s is not None)
         return max(lost, default=None)
 
     def note_memory(self) -> None:
         """Record the memory use of the last samples, because torch's counters were read at this moment."""
-        self._noted = self.latest()
+        self._noted = self._latest_samples()
 
     def noted_memory(self) -> list[GpuSample]:
         """Return the last recorded samples of the GPUs that train the model, with their processes' owners and names."""
@@ -111,13 +222,6 @@ class GpuWatch(Sampler):
     def _peak_of_others(self, window: GpuWindow) -> int | None:
         return max(not_none([self._others_peak_bytes.get(window.uuid), window.others_memory_bytes]), default=None)
 
-    def _read(
-        self, windows: dict[str, WindowBuilder], read: Callable[[WindowBuilder], GpuWindow], wait_s: float = 0.0
-    ) -> dict[str, GpuWindow]:
-        own_pids = self.own_pids
-        found = super()._read(windows, read, wait_s)
-        return {uuid: with_shares(window, own_pids) for uuid, window in found.items()}
-
     def summaries(self, *, at_end: bool) -> tuple[GpuSummary, ...]:
         """Return each GPU's summary of the run so far, with one more poll at the end. Safe in any thread."""
         windows = self.whole(wait_s=_LAST_POLL_S if at_end else 0.0)
@@ -126,8 +230,9 @@ class GpuWatch(Sampler):
         return tuple(self._summary(*gpu) for gpu in gpus)
 
     def _summary(self, gpu: GpuReading, window: GpuWindow, validation: GpuWindow) -> GpuSummary:
-        timelines = self.timelines(window.uuid)
-        power = [watts for _, watts in timelines["power_watts"].points()] if "power_watts" in timelines else []
+        with self._polled:
+            series = {name: timeline.series() for name, timeline in self._timelines[window.uuid].items()}
+        power = [watts for _, watts in series["power_watts"].points()]
         return GpuSummary(
             index=gpu.index,
             uuid=window.uuid,
@@ -136,6 +241,95 @@ class GpuWatch(Sampler):
             validation_utilization_percent_mean=validation.utilization_percent_mean,
             power_watts_mean=fmean(power) if power else None,
             others_memory_bytes_max=self._peak_of_others(window),
-            timelines={name: rounded(series, series.begin_s - self._started_s) for name, series in timelines.items()},
+            timelines={
+                name: rounded(found, found.begin_s - self._started_s) for name, found in series.items() if found.values
+            },
             **over_run(window, validation),
         )
+
+    def close(self) -> None:
+        """End the threads. Collected data can still be taken."""
+        if self._pid == os.getpid():
+            with self._polled:
+                self._stop()
+            until_s = time.monotonic() + limits.LIMIT_S
+            for poller in self._pollers:
+                poller.join(0 if poller.is_late else max(0.0, until_s - time.monotonic()))
+
+    def _latest_samples(self) -> dict[str, GpuSample]:
+        """Return the last sample of each GPU, by UUID."""
+        if self._pid != os.getpid():
+            return {}
+        with self._polled:
+            return dict(self._latest)
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._wake.notify_all()
+
+    def _read(
+        self, windows: dict[str, WindowBuilder], read: Callable[[WindowBuilder], GpuWindow], wait_s: float = 0.0
+    ) -> dict[str, GpuWindow]:
+        if self._pid != os.getpid():  # the parent's threads may hold the lock forever
+            return {}
+        with self._polled:
+            if wait_s > 0:
+                for poller in self._pollers:
+                    poller.wanted = poller.begun + 1
+                self._wake.notify_all()
+                self._polled.wait_for(
+                    lambda: all(
+                        poller.done >= poller.wanted or poller.ended or poller.is_late for poller in self._pollers
+                    ),
+                    min(wait_s, limits.LIMIT_S),  # there is no notification if a poll becomes late
+                )
+            found = {uuid: read(window) for uuid, window in windows.items()}
+        for poller in self._pollers:
+            if poller.has_no_samples:
+                window = found[poller.uuid]
+                found[poller.uuid] = dataclasses.replace(window, problems=(*window.problems, poller.problem()))
+        own_pids = self.own_pids
+        return {uuid: with_shares(window, own_pids) for uuid, window in found.items()}
+
+    def _run(self, poller: _Poller) -> None:
+        probe: GpuProbe | None = None
+        try:
+            from lightning_gpu_tools.gpus.nvml.probe import GpuProbe  # only now: it imports pynvml
+
+            probe = GpuProbe(poller.uuid, gpm=self._gpm)
+            while not self._stopping:
+                self._poll(poller, probe)  # the first sample is the baseline of the counters
+                with self._wake:
+                    self._wake.wait_for(lambda: self._stopping or poller.done < poller.wanted, self._interval_s)
+        except Exception as error:  # noqa: BLE001 - training continues after any error
+            poller.failure = error
+        finally:
+            if probe is not None:
+                probe.close()
+            with self._polled:
+                poller.ended = True
+                poller.busy_since_s = None
+                self._polled.notify_all()
+
+    def _poll(self, poller: _Poller, probe: GpuProbe) -> None:
+        with self._polled:
+            poller.begun += 1
+            poller.busy_since_s = time.monotonic()
+            self._polled.notify_all()
+        sample = probe.read()  # without the lock: this takes time
+        with self._polled:
+            for windows in (*self._recent.values(), *self._whole.values()):
+                windows[sample.uuid].add(sample)
+            timelines = self._timelines[sample.uuid]
+            for entry, seconds in zip(sample.utilization, weights_s(sample.utilization), strict=True):
+                timelines["utilization_percent"].add(entry.time_s, entry.percent, seconds)
+            for name in _TIMELINES[1:]:
+                value = getattr(sample, name)
+                if value is not None:
+                    timelines[name].add(sample.time_s, value)
+            self._latest[sample.uuid] = sample
+            self.refused = {**self.refused, **dict.fromkeys(sample.refused)}  # a new one: it is read without the lock
+            poller.done += 1
+            poller.busy_since_s = None
+            poller.cpu_s = time.thread_time()
+            self._polled.notify_all()

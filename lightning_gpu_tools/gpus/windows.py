@@ -1,4 +1,4 @@
-"""Aggregation of GPU samples over time: windows and timelines. No driver calls, no threads."""
+"""Aggregation of the samples of a GPU over a window of time. No driver calls, no threads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuWindow, Metric
-from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, GpuProcess, weights_s
-from lightning_gpu_tools.gpus.timeline import Series, Timeline
+from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, weights_s
 
-_TIMELINES = ("memory_used_bytes", "power_watts")  # besides utilization
 # Metrics of a GPU's state at a sample, and metrics derived from counters.
 _OF_STATE = [metric for metric in METRICS if metric.reduction in ("mean", "max") and metric.source != "utilization"]
 _COUNTERS = sorted({m.source for m in METRICS if m.reduction in ("difference", "rate", "percent_of_time")})
@@ -149,10 +147,14 @@ class WindowBuilder:
         """Return the window since the last ``take`` without ending it."""
         last = self._last or GpuSample(uuid=self._uuid, time_s=0.0)
         metrics: dict[str, Any] = {metric.field: self._reduced(metric, last) for metric in METRICS}
+        processes = []
+        for process in last.processes or ():
+            total, seconds = self._sums.get(process.pid, (0.0, 0.0))
+            processes.append(process._replace(utilization_percent=total / seconds if seconds > 0 else None))
         return GpuWindow(
             uuid=self._uuid,
             utilization_observed_s=self._utilization.total_s,
-            processes=None if last.processes is None else tuple(self._with_mean(process) for process in last.processes),
+            processes=None if last.processes is None else tuple(processes),
             errors=tuple(self._errors),
             problems=tuple(self._problems),
             **metrics,
@@ -174,27 +176,3 @@ class WindowBuilder:
             return None
         # Power and heat may throttle the clocks at the same time, and these counters advance in steps of 0.1 s.
         return min(100.0 * total / seconds, 100.0) if reduction == "percent_of_time" else total / seconds
-
-    def _with_mean(self, process: GpuProcess) -> GpuProcess:
-        total, seconds = self._sums.get(process.pid, (0.0, 0.0))
-        return process._replace(utilization_percent=total / seconds if seconds > 0 else None)
-
-
-class GpuTimelines:
-    """The timelines of one GPU, by field of ``GpuSample`` and as ``utilization_percent``."""
-
-    def __init__(self, max_points: int, width_s: float) -> None:
-        self._timelines = {name: Timeline(max_points, width_s) for name in ("utilization_percent", *_TIMELINES)}
-
-    def add(self, sample: GpuSample) -> None:
-        """Add the next sample."""
-        for entry, seconds in zip(sample.utilization, weights_s(sample.utilization), strict=True):
-            self._timelines["utilization_percent"].add(entry.time_s, entry.percent, seconds)
-        for name in _TIMELINES:
-            value = getattr(sample, name)
-            if value is not None:
-                self._timelines[name].add(sample.time_s, value)
-
-    def series(self) -> dict[str, Series]:
-        """Return every reported metric, with times in seconds since the epoch."""
-        return {name: series for name, timeline in self._timelines.items() if (series := timeline.series()).values}

@@ -16,8 +16,7 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.metrics import GpuWindow, mean_window
 from lightning_gpu_tools.gpus.readings import GpuReading, weighted_mean
-from lightning_gpu_tools.gpus.sampler import Phase
-from lightning_gpu_tools.gpus.watch import GpuWatch
+from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
 from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.selection.visibility import shown_uuid

@@ -15,8 +15,7 @@ from typing import Any, Literal
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_errors import early_warnings
-from lightning_gpu_tools.gpus import sampler
-from lightning_gpu_tools.gpus.watch import GpuWatch
+from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.failures import failure_of, worker_exits
 from lightning_gpu_tools.runs.loggers import log_metrics
@@ -46,7 +45,7 @@ class Session:
     ``timer`` creates the driver of the clock, from the clock and a function to call when validation begins and ends.
     """
 
-    def __init__(self, run: Run, timer: Callable[[StepClock, Callable[[sampler.Phase], None]], Timer]) -> None:
+    def __init__(self, run: Run, timer: Callable[[StepClock, Callable[[Phase], None]], Timer]) -> None:
         self.run = run
         self.clock = StepClock()
         self.startup = Startup(self.clock)
@@ -182,7 +181,7 @@ class Session:
 
     # Stepping
 
-    def _enter(self, phase: sampler.Phase) -> None:
+    def _enter(self, phase: Phase) -> None:
         if phase == "validation" and self.clock.running:
             self.clock.validations += 1
         self.ending.enter(phase)

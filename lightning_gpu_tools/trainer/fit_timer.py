@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from typing_extensions import override
 
-from lightning_gpu_tools.gpus.sampler import Phase
+from lightning_gpu_tools.gpus.watch import Phase
 from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.patches import Patches, after, before
 from lightning_gpu_tools.runs.ending import Ending

@@ -15,7 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_gpu_tools.gpus.sampler import Phase
+from lightning_gpu_tools.gpus.watch import Phase
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR
 from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.patches import Patches

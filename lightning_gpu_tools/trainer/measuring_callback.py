@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from typing_extensions import override
 
 from lightning_gpu_tools.environment import is_disabled
-from lightning_gpu_tools.gpus.sampler import Phase
+from lightning_gpu_tools.gpus.watch import Phase
 from lightning_gpu_tools.loaders.workers import deaths_ignored
 from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.runs.session import Session

@@ -10,9 +10,9 @@ import time
 import pytest
 from fake_driver import GIB, gpu
 
-from lightning_gpu_tools.gpus import limits, sampler
+from lightning_gpu_tools.gpus import limits
+from lightning_gpu_tools.gpus import watch as watch_module
 from lightning_gpu_tools.gpus.readings import GpuReading
-from lightning_gpu_tools.gpus.sampler import Sampler
 from lightning_gpu_tools.gpus.watch import GpuWatch
 
 TIMEOUT_S = 30.0
@@ -33,18 +33,14 @@ def clock(driver, monkeypatch):
     """A driver whose clock stands still and is that of this process, too; polls come only when they are asked for."""
     driver.freeze()
     monkeypatch.setattr(time, "time", lambda: driver.now_s)
-    monkeypatch.setattr(sampler, "_MAX_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(watch_module, "_MAX_INTERVAL_S", 3600.0)
     return driver
 
 
-def sampling(uuids, **options):
-    return contextlib.closing(Sampler(uuids, **{"interval_s": 3600.0, **options}))
-
-
-def watching(driver, trained_on=None):
+def watching(driver, trained_on=None, **options):
     """Watch all GPUs, of which the first ``trained_on`` train the model (by default all)."""
     gpus = [GpuReading(index=index, uuid=card.uuid) for index, card in enumerate(driver.gpus)]
-    options = {"trained_on": gpus[:trained_on], "interval_s": 3600.0, "gpm": False, "node": 0}
+    options = {"trained_on": gpus[:trained_on], "interval_s": 3600.0, "gpm": False, "node": 0, **options}
     return contextlib.closing(GpuWatch(gpus, lambda: None, **options))
 
 
@@ -56,7 +52,7 @@ def poll_and_take(reader):
 def test_a_window_holds_what_happened_between_two_calls(clock):
     clock.gpus = [gpu(utilization=[(0, 20), (102, 80)], power_watts=200, memory_free="60GiB", sample_period_s=0.25)]
     uuid = clock.gpus[0].uuid
-    with sampling([uuid]) as reader:
+    with watching(clock) as reader:
         poll_and_take(reader)
         clock.advance(4)
         window = poll_and_take(reader)[uuid]
@@ -73,7 +69,7 @@ def test_a_window_holds_what_happened_between_two_calls(clock):
 
 def test_all_that_is_opened_is_closed(clock):
     clock.gpus = [gpu(gpm={2: 10}), gpu()]
-    with sampling([card.uuid for card in clock.gpus]) as reader:
+    with watching(clock, gpm=True) as reader:
         poll_and_take(reader)
         assert len(sampling_threads()) == 2
     reader.close()
@@ -85,7 +81,7 @@ def test_all_that_is_opened_is_closed(clock):
 def test_what_happened_in_validation_is_kept_apart(clock):
     clock.gpus = [gpu(utilization=[(0, 90), (102, 10), (105, 90)], power_watts=100, sample_period_s=0.1)]
     uuid = clock.gpus[0].uuid
-    with sampling([uuid]) as reader:
+    with watching(clock) as reader:
         poll_and_take(reader)
         clock.advance(2)
         reader.enter("validation")  # no poll at this moment, nor at the end of validation
@@ -154,7 +150,7 @@ def test_a_driver_that_hangs_at_the_start_holds_no_training_up(driver, monkeypat
     monkeypatch.setattr(limits, "OPENING_LIMIT_S", 0.2)
     driver.gpus = [gpu()]
     driver.hangs = "nvmlInitWithFlags"
-    reader = Sampler([driver.gpus[0].uuid])
+    reader = watching(driver).thing
     threads = sampling_threads()
     assert threads
     driver.hangs = None
@@ -169,17 +165,17 @@ def test_a_forked_child_is_not_held_up_and_can_sample(driver, run_python):
 import os, threading
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.gpus.readings import GpuReading
-from lightning_gpu_tools.gpus.sampler import Sampler
 from lightning_gpu_tools.gpus.watch import GpuWatch
-uuid = nvml.read_gpus()[0].uuid
-reader = Sampler([uuid], interval_s=0.001)
+gpus = nvml.read_gpus()
+uuid, options = gpus[0].uuid, {"trained_on": gpus, "gpm": False, "node": 0}
+reader = GpuWatch(gpus, lambda: None, interval_s=0.001, **options)
 reader.whole(wait_s=30)
 for _ in range(20):  # sometimes while the thread holds its lock
     if (child := os.fork()) == 0:
-        assert reader.whole(wait_s=30) == {} == reader.timelines(uuid)
+        assert reader.whole(wait_s=30) == {} and reader.summaries(at_end=True) == ()
         reader.enter("validation")
         reader.close()
-        own = Sampler([uuid], interval_s=3600)
+        own = GpuWatch(gpus, lambda: None, interval_s=3600, **options)
         window = own.whole(wait_s=30)[uuid]
         own.close()
         assert window.memory_used_bytes == 59 * 2**30 and window.problems == (), window

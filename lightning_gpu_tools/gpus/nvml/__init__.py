@@ -21,7 +21,14 @@ import pynvml
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
-from lightning_gpu_tools.gpus.readings import ComputeMode, GpuProcess, GpuReading, UtilizationSample, mean_percent
+from lightning_gpu_tools.gpus.readings import (
+    ComputeMode,
+    GpuProcess,
+    GpuReading,
+    UtilizationSample,
+    weighted_mean,
+    weights_s,
+)
 from lightning_gpu_tools.processes import pid_namespace, process_stat
 from lightning_gpu_tools.units import printable, user_name
 
@@ -272,7 +279,7 @@ def _utilization_percent(handle: Any) -> float | None:
     buffered, _ = ask(utilization_samples, handle, 0) or ([], 0)
     samples = [sample for sample in buffered if sample.time_s >= oldest_s]
     if samples:
-        return mean_percent(samples)
+        return weighted_mean([sample.percent for sample in samples], weights_s(samples))
     rates = ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
     return None if rates is None else float(rates.gpu)
 
@@ -298,17 +305,15 @@ def identified(processes: Sequence[GpuProcess]) -> tuple[GpuProcess, ...]:
     stats = (process_stat(process.pid) for process in processes)
     if not pids_are_ours() or any(stat is not None and stat.is_kernel_thread for stat in stats):
         return tuple(process._replace(is_foreign=True) for process in processes)
-    return tuple(map(_with_name, processes))
-
-
-def _with_name(process: GpuProcess) -> GpuProcess:
-    # Without psutil, whose import takes as long as half a pick.
-    with contextlib.suppress(OSError):  # ended, hidden from this user, or not on Linux
-        with open(f"/proc/{process.pid}/comm", errors="surrogateescape") as file:
-            name = printable(file.read().rstrip("\n"))
-        user = user_name(os.stat(f"/proc/{process.pid}").st_uid)
-        return process._replace(user=user, name=name)
-    return process
+    found = []
+    for process in processes:
+        # Without psutil, whose import takes as long as half a pick.
+        with contextlib.suppress(OSError):  # ended, hidden from this user, or not on Linux
+            with open(f"/proc/{process.pid}/comm", errors="surrogateescape") as file:
+                name = printable(file.read().rstrip("\n"))
+            process = process._replace(user=user_name(os.stat(f"/proc/{process.pid}").st_uid), name=name)
+        found.append(process)
+    return tuple(found)
 
 
 def pids_are_ours() -> bool:
@@ -341,19 +346,17 @@ def read_numa_nodes(uuids: Sequence[str]) -> dict[str, int | None]:
     # Not nvmlDeviceGetNumaNodeId: that is the node of the GPU's own memory on Grace Hopper.
     ask_node = functools.partial(call_or_none, pynvml.nvmlDeviceGetMemoryAffinity)
     masks = _in_time(lambda: {uuid: ask_node(_handle(uuid), 16, _SCOPE_NODE) for uuid in uuids}) or {}
-    nodes = {uuid: _members(masks.get(uuid)) for uuid in uuids}
-    return {uuid: next(iter(found)) if len(found) == 1 else None for uuid, found in nodes.items()}
+    nodes: dict[str, int | None] = dict.fromkeys(uuids)
+    for uuid, mask in masks.items():  # 64-bit words with a bit for each node
+        found = [64 * word + bit for word, bits in enumerate(mask or ()) for bit in range(64) if bits >> bit & 1]
+        nodes[uuid] = found[0] if len(found) == 1 else None
+    return nodes
 
 
 def _in_time(read: Callable[[], _T]) -> _T | None:
     """Return what a function reads from the driver; ``None`` if that takes too long."""
     with session(limits.LIMIT_S):
         return limits.answers({read.__qualname__: read}, limits.LIMIT_S)[0].get(read.__qualname__)
-
-
-def _members(mask: Sequence[int] | None) -> frozenset[int]:
-    """Return the positions of set bits in 64-bit words."""
-    return frozenset(64 * word + bit for word, bits in enumerate(mask or ()) for bit in range(64) if bits >> bit & 1)
 
 
 def _handle(uuid: str) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pynvml
 
@@ -20,64 +21,82 @@ from lightning_gpu_tools.gpus.nvml import (
     utilization_samples,
     why_unreadable,
 )
-from lightning_gpu_tools.gpus.nvml import gpm as _gpm
 from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, GpuProcess, UtilizationSample
 
 _MAX_PER_READ = 16  # further events wait for the next read
 
 
-class ErrorEvents:
-    """The Xid events of one GPU since the last read."""
+# The GPU performance monitors (GPM) of Hopper and later: nvmlGpmMetricId_t; in percent, and MiB/s for PCIe
+_GRAPHICS, _SM, _OCCUPANCY, _TENSOR, _DRAM, _GPM_PCIE_TX, _GPM_PCIE_RX = _GPM_METRICS = (1, 2, 3, 5, 10, 20, 21)
+_GPM_INTERVAL_S = 0.1  # nvml.h: two samples "should be greater than 100ms" apart
 
-    def __init__(self) -> None:
-        self._event_set: Any = None
 
-    def start(self, handle: Any) -> None:
-        """Start to collect events; raise ``NVMLError`` if the GPU does not report them to this user."""
-        self.close()
-        self._event_set = pynvml.nvmlEventSetCreate()
-        try:
-            pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._event_set)
-        except pynvml.NVMLError:
-            self.close()
-            raise
+class PerformanceMonitors:
+    """Metrics of one GPU or MIG instance, averaged over the time between two reads."""
 
-    def read(self) -> list[str]:
-        """Describe the events since the last read, even for a GPU that was just lost."""
-        found: list[str] = []
-        for _ in range(_MAX_PER_READ):
-            event = call_or_none(pynvml.nvmlEventSetWait_v2, self._event_set, 0)
-            if event is None:  # a timeout: no more events
-                break
-            found.append(f"Xid {event.eventData} (see NVIDIA's Xid catalog)")
-        return found
+    def __init__(self, *, is_mig: bool) -> None:
+        self.pcie_bytes = [0.0, 0.0]  # sent and received
+        self.since_s: float | None = None  # time of the first sample; None begins a new interval with the next read
+        self._is_mig = is_mig
+        self._samples: list[Any] = []  # two samples that alternate, so that no time is skipped
+
+    def read(self, handle: Any, now_s: float) -> dict[int, float]:
+        """Return the means since the last read, by metric; empty on the first read and if called too soon."""
+        if not self._samples:
+            whole_gpu = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if self._is_mig else handle
+            if not pynvml.nvmlGpmQueryDeviceSupport(whole_gpu).isSupportedDevice:
+                raise pynvml.NVMLError_NotSupported
+            self._samples = [pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()]
+        since_s = self.since_s
+        if since_s is not None and now_s - since_s < _GPM_INTERVAL_S:
+            return {}
+        first, second = self._samples
+        self._take(handle, first if since_s is None else second)
+        if since_s is None:
+            self.since_s = now_s
+            return {}
+        request = pynvml.c_nvmlGpmMetricsGet_t()
+        request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+        request.numMetrics, request.sample1, request.sample2 = len(_GPM_METRICS), first, second
+        for slot, metric in enumerate(_GPM_METRICS):
+            request.metrics[slot].metricId = metric
+        pynvml.nvmlGpmMetricsGet(request)
+        metrics = {
+            answer.metricId: float(answer.value)
+            for answer in request.metrics[: len(_GPM_METRICS)]
+            if answer.nvmlReturn == pynvml.NVML_SUCCESS and math.isfinite(answer.value) and answer.value >= 0
+        }
+        self._samples, self.since_s = [second, first], now_s
+        for direction, metric in enumerate((_GPM_PCIE_TX, _GPM_PCIE_RX)):
+            self.pcie_bytes[direction] += metrics.get(metric, 0.0) * 2**20 * (now_s - since_s)
+        return metrics
 
     def close(self) -> None:
-        """Release all driver resources."""
-        call_or_none(pynvml.nvmlEventSetFree, self._event_set)
-        self._event_set = None
+        """Return the samples to the driver."""
+        for sample in self._samples:
+            call_or_none(pynvml.nvmlGpmSampleFree, sample)
+        self._samples = []
 
-
-class _Counter(NamedTuple):
-    """A field value of NVML, which every read asks for."""
-
-    id: int
-    name: str  # for messages if the driver refuses it
-    metric: str  # field of GpuSample
-    scale: float = 1.0  # to the metric's unit
+    def _take(self, handle: Any, sample: Any) -> None:
+        if self._is_mig:
+            whole_gpu = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+            pynvml.nvmlGpmMigSampleGet(whole_gpu, pynvml.nvmlDeviceGetGpuInstanceId(handle), sample)
+        else:
+            pynvml.nvmlGpmSampleGet(handle, sample)
 
 
 # A sample does not have these two as they are, so read() takes them out.
 _PCIE_TX, _PCIE_RX = "pcie_tx_bytes", "pcie_rx_bytes"
 # By number because older versions of nvidia-ml-py lack the names. The finer throttle counters
 # (NVML_FI_DEV_CLOCKS_EVENT_REASON_*_SLOWDOWN) have different numbers in R580 and in nvidia-ml-py 13.615.
-_COUNTERS = (
-    _Counter(74, "throttling by power", "power_capped_s", 1e-9),  # from nanoseconds
-    _Counter(75, "throttling by heat", "thermal_throttled_s", 1e-9),
-    _Counter(83, "energy", "energy_joules", 1e-3),  # from millijoules
-    _Counter(197, "PCIe traffic sent", _PCIE_TX),
-    _Counter(198, "PCIe traffic received", _PCIE_RX),
-)
+# Field of GpuSample -> field value of NVML, name for messages if the driver refuses it, and scale to the field's unit.
+_COUNTERS = {
+    "power_capped_s": (74, "throttling by power", 1e-9),  # from nanoseconds
+    "thermal_throttled_s": (75, "throttling by heat", 1e-9),
+    "energy_joules": (83, "energy", 1e-3),  # from millijoules
+    _PCIE_TX: (197, "PCIe traffic sent", 1.0),
+    _PCIE_RX: (198, "PCIe traffic received", 1.0),
+}
 
 # Members of nvmlValue_t in the order of nvmlValueType_t
 _VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
@@ -91,7 +110,7 @@ _NAMED = {
     "GPM": "the GPU performance monitors (GPM)",
     "error events": "Xid events",
     "counters": "the counters of energy, throttling and PCIe traffic",
-    **{counter.metric: counter.name for counter in _COUNTERS},
+    **{metric: name for metric, (_, name, _) in _COUNTERS.items()},
 }
 
 
@@ -117,8 +136,8 @@ class GpuProbe:
         self._refused: dict[str, str] = {}  # metric -> reason
         self._last_sample_us: int | None = None
         self._last_sample_s = 0.0
-        self._events = ErrorEvents()
-        self._monitors = _gpm.PerformanceMonitors(is_mig=self._is_mig)
+        self._event_set: Any = None  # for Xid events
+        self._monitors = PerformanceMonitors(is_mig=self._is_mig)
         self._pcie_is_wide = False
         self._pcie_by_gpm: bool | None = None  # None: not decided yet
         self._power_limits: list[float | None] = [None, None]
@@ -133,7 +152,7 @@ class GpuProbe:
         """Release all driver resources."""
         if self._pid == os.getpid():
             self._monitors.close()
-            self._events.close()
+            self._close_events()
             self._handle = None
             self._driver.close()
 
@@ -141,7 +160,12 @@ class GpuProbe:
         """Return a sample of the time since the last read."""
         now_s = time.time()
         self._problems = []
-        errors = self._events.read()
+        errors: list[str] = []
+        while len(errors) < _MAX_PER_READ:  # those since the last read, even of a GPU that was just lost
+            event = call_or_none(pynvml.nvmlEventSetWait_v2, self._event_set, 0)
+            if event is None:  # a timeout: no more events
+                break
+            errors.append(f"Xid {event.eventData} (see NVIDIA's Xid catalog)")
         if self._handle is None:
             self._find()
         metrics: dict[int, float] = self._ask("GPM", self._monitors.read, now_s) or {}
@@ -165,16 +189,29 @@ class GpuProbe:
             power_limit_watts_max=self._power_limits[1],
             pcie_tx_bytes=pcie_tx_bytes,
             pcie_rx_bytes=pcie_rx_bytes,
-            sm_active_percent=metrics.get(_gpm.SM),
-            sm_occupancy_percent=metrics.get(_gpm.OCCUPANCY),
-            tensor_active_percent=metrics.get(_gpm.TENSOR),
-            dram_active_percent=metrics.get(_gpm.DRAM),
+            sm_active_percent=metrics.get(_SM),
+            sm_occupancy_percent=metrics.get(_OCCUPANCY),
+            tensor_active_percent=metrics.get(_TENSOR),
+            dram_active_percent=metrics.get(_DRAM),
             processes=self._read_processes(),
             errors=tuple(errors),
             problems=tuple(self._problems),
             refused=tuple(f"{_NAMED[metric]} of {self.uuid} ({why})" for metric, why in self._refused.items()),
             **counters,
         )
+
+    def _start_events(self, handle: Any) -> None:
+        self._close_events()
+        self._event_set = pynvml.nvmlEventSetCreate()
+        try:
+            pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._event_set)
+        except pynvml.NVMLError:
+            self._close_events()
+            raise
+
+    def _close_events(self) -> None:
+        call_or_none(pynvml.nvmlEventSetFree, self._event_set)
+        self._event_set = None
 
     def _held_clock(self, held_s: float) -> float | None:
         """Return the clock as a percentage of the highest if it was throttled since the last read."""
@@ -196,8 +233,8 @@ class GpuProbe:
         with contextlib.suppress(pynvml.NVMLError):
             memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=pynvml.nvmlMemory_v2)
             self._driver_memory_bytes = memory.reserved
-        self._monitors.restart()
-        self._ask("error events", self._events.start)
+        self._monitors.since_s = None
+        self._ask("error events", self._start_events)
         limit = self._ask("power", pynvml.nvmlDeviceGetPowerManagementLimit)
         limits = self._ask("power limits", pynvml.nvmlDeviceGetPowerManagementLimitConstraints)
         self._power_limits = [value and 1e-3 * value for value in (limit, limits and limits[1])]
@@ -232,7 +269,7 @@ class GpuProbe:
 
     def _read_utilization(self, now_s: float, metrics: dict[int, float]) -> list[UtilizationSample]:
         if self._is_mig:
-            busy = metrics.get(_gpm.GRAPHICS)
+            busy = metrics.get(_GRAPHICS)
             return [] if busy is None else [UtilizationSample(time_s=now_s, percent=busy)]
         answer = self._ask("utilization samples", utilization_samples, self._last_sample_us or 0)
         has_buffer = "utilization samples" not in self._absent
@@ -250,26 +287,25 @@ class GpuProbe:
         return [] if rates is None else [UtilizationSample(time_s=now_s, percent=float(rates.gpu))]
 
     def _read_counters(self) -> dict[str, float]:
-        wanted = [counter for counter in _COUNTERS if counter.metric not in self._absent]
-        ids = [counter.id for counter in wanted]
+        wanted = {metric: counter for metric, counter in _COUNTERS.items() if metric not in self._absent}
+        ids = [field_id for field_id, *_ in wanted.values()]
         values = self._ask("counters", pynvml.nvmlDeviceGetFieldValues, ids) if ids else None
         counters = {}
-        for counter, value in zip(wanted, values or (), strict=False):
+        for (metric, (field_id, _, scale)), value in zip(wanted.items(), values or (), strict=False):
             if value.nvmlReturn == pynvml.NVML_SUCCESS:
-                self._failing.discard(f"counter {counter.id}")
-                number = getattr(value.value, _VALUE_MEMBERS[value.valueType])
-                counters[counter.metric] = number * counter.scale
+                self._failing.discard(f"counter {field_id}")
+                counters[metric] = getattr(value.value, _VALUE_MEMBERS[value.valueType]) * scale
             elif isinstance(error := pynvml.NVMLError(value.nvmlReturn), (*REFUSED, pynvml.NVMLError_InvalidArgument)):
-                self._note_refusal(counter.metric, error)  # older drivers report unknown fields as invalid arguments
+                self._note_refusal(metric, error)  # older drivers report unknown fields as invalid arguments
             else:
-                self._fail(f"counter {counter.id}", error)
+                self._fail(f"counter {field_id}", error)
         return counters
 
     def _pcie(
         self, metrics: dict[int, float], sent: float | None, received: float | None
     ) -> tuple[int | None, int | None]:
         if self._pcie_by_gpm is None and (metrics or "GPM" in {*self._absent, *self._failing}):
-            self._pcie_by_gpm = _gpm.PCIE_TX in metrics and _gpm.PCIE_RX in metrics
+            self._pcie_by_gpm = _GPM_PCIE_TX in metrics and _GPM_PCIE_RX in metrics
         if self._pcie_by_gpm is None:  # use only one of the two sources, because they count from different starts
             return None, None
         if self._pcie_by_gpm:
