@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gpu_tools.mounts import mount_of, parse_mounts, read_mounts
+from lightning_gpu_tools.processes import mount_of, parse_mounts, read_mounts
 
 # As the kernel writes them: a container, whose root is an overlay, with a bind mount of a folder and of a file.
 MOUNTINFO = r"""2048 1024 0:300 / / rw,relatime master:77 - overlay overlay rw,lowerdir=/l/A:/l/B,upperdir=/d,workdir=/w

@@ -25,8 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError
-from lightning_gpu_tools.mounts import mount_of, read_mounts
-from lightning_gpu_tools.processes import process_stat, read_kernel_file
+from lightning_gpu_tools.processes import process_stat, read_kernel_file, read_mounts
 from lightning_gpu_tools.units import printable, printable_path, user_name
 
 if TYPE_CHECKING:
@@ -60,12 +59,8 @@ class Entry(NamedTuple):
     name: str  # file name of the socket, without the extension
     owner_id: int  # according to the file system
     record: str  # file name of the record
+    uuid_starts: tuple[str, ...]  # prefixes of the UUIDs of its GPUs, from its name; empty if they do not fit in a name
     is_closed: bool = False  # this user may not connect to the socket
-
-    @property
-    def uuid_starts(self) -> tuple[str, ...]:
-        """Prefixes of the UUIDs of its GPUs, from its name; empty if they do not fit in a name."""
-        return tuple(_UUID_START.findall(self.record))
 
 
 class Unreadable(NamedTuple):
@@ -168,8 +163,17 @@ class Folder:
                 listener.close()
                 _remove(self._descriptor, made)
                 culprit = self._owner_of_others((f"{name}.sock", f".{file}", file)) or culprit
-                if attempt == _MAX_ATTEMPTS:
-                    raise self._refusal(error, culprit) from error
+                if attempt < _MAX_ATTEMPTS:
+                    continue
+                reason = f"no file or Unix socket can be created in it ({error.strerror})"
+                advice = "Put it on a local file system with free space"
+                if culprit is not None:
+                    user = user_name(culprit)
+                    reason = f"a process of {user} takes every file name that this claim tries"
+                    advice = f"Ask {user} or an administrator to end that process"
+                elif error.errno == errno.EACCES:
+                    reason, advice = "you may not create files in it", _open_to_all(self.path)
+                raise _unusable(self.path, reason, advice) from error
             else:
                 return Held(name, os.dup(self._descriptor), listener.detach(), made)
         raise AssertionError("the last attempt returns or raises")
@@ -188,18 +192,13 @@ class Folder:
                     with contextlib.suppress(OSError):  # a file that stays only takes space
                         os.unlink(file_name, dir_fd=self._descriptor)
 
-    @property
-    def _here(self) -> str:
-        """A path for calls that accept no descriptor, short enough for a socket address."""
-        return _path_of(self._descriptor)
-
     @functools.cached_property
     def _mounted(self) -> dict[str, int | None]:
         return self._read_mounted()
 
     def _read_mounted(self) -> dict[str, int | None]:
         """Return files that are mount points, whose file systems may fail or hang, with the mounting users."""
-        below = f"{os.readlink(self._here)}/"
+        below = f"{os.readlink(_path_of(self._descriptor))}/"
         return {point[len(below) :]: mount.user_id for point, mount in read_mounts().items() if point.startswith(below)}
 
     def list_files(self) -> None:
@@ -210,7 +209,15 @@ class Folder:
         except OSError as error:
             raise _unusable(self.path, f"it cannot be listed ({error.strerror})", "Check its file system") from error
         if len(found) > _MAX_FILES:
-            raise self._overfull(found)
+            owners: Counter[int] = Counter()
+            for file in found:
+                with contextlib.suppress(OSError):  # already removed
+                    if file.name not in self._mounted:
+                        owners[file.stat(follow_symlinks=False).st_uid] += 1
+            owner_id = max(owners, key=owners.__getitem__, default=0)
+            reason = f"it has more than {_MAX_FILES:,} files, most of them of {user_name(owner_id)}"
+            remove = f"find {shlex.quote(self.path)} -mindepth 1 -user {owner_id} -delete"
+            raise _unusable(self.path, reason, f"{user_name(owner_id)} or an administrator can remove them: {remove}")
         self._files = []
         for file in found:
             if match := _FILE.fullmatch(file.name):
@@ -218,17 +225,6 @@ class Folder:
                     self._skip(file.name, "another file system is mounted on it")
                 else:
                     self._files.append((match[1] or match[2], file))
-
-    def _overfull(self, files: Iterable[os.DirEntry[str]]) -> ClaimsError:
-        owners: Counter[int] = Counter()
-        for file in files:
-            with contextlib.suppress(OSError):  # already removed
-                if file.name not in self._mounted:
-                    owners[file.stat(follow_symlinks=False).st_uid] += 1
-        owner_id = max(owners, key=owners.__getitem__, default=0)
-        reason = f"it has more than {_MAX_FILES:,} files, most of them of {user_name(owner_id)}"
-        remove = f"find {shlex.quote(self.path)} -mindepth 1 -user {owner_id} -delete"
-        return _unusable(self.path, reason, f"{user_name(owner_id)} or an administrator can remove them: {remove}")
 
     def _skip(self, file: str, reason: str) -> None:
         self.unreadable.append(Unreadable(file, self._mounted.get(file), reason))
@@ -243,10 +239,13 @@ class Folder:
                 except OSError as error:
                     self._skip(file.name, str(error.strerror))
                     continue
-                yield Entry(found.st_ctime_ns, name, found.st_uid, file.name)
+                starts = tuple(_UUID_START.findall(file.name))
+                yield Entry(found.st_ctime_ns, name, found.st_uid, file.name, starts)
 
     def _is_held(self, name: str, owner_id: int) -> bool | None:
         """Return whether a process of the owner has the socket open; ``None`` if it has, but with a closed mode."""
+        from socket import AF_UNIX, socket  # takes a twentieth of the time of a pick without claims
+
         file = f"{name}.sock"
         try:
             if file in self._mounted:
@@ -261,26 +260,20 @@ class Folder:
             found = os.fstat(descriptor)
             if not stat.S_ISSOCK(found.st_mode) or found.st_uid != owner_id:
                 return False
-            return self._accepts(descriptor, name, is_open=bool(found.st_mode & stat.S_IWOTH))
+            with socket(AF_UNIX) as probe:
+                probe.setblocking(False)
+                probe.connect(_path_of(descriptor))
+            return True
+        except BlockingIOError:  # another process has already connected, and nobody accepts
+            return True
+        except PermissionError:  # due to its mode, or to an ACL or a security module
+            if f"/{name}.sock\n" not in self._listening:
+                return False
+            return True if found.st_mode & stat.S_IWOTH else None
+        except OSError as error:
+            return error.errno not in (errno.ECONNREFUSED, errno.ENOENT, errno.EPROTOTYPE)
         finally:
             os.close(descriptor)
-
-    def _accepts(self, descriptor: int, name: str, *, is_open: bool) -> bool | None:
-        from socket import AF_UNIX, socket  # takes a twentieth of the time of a pick without claims
-
-        with socket(AF_UNIX) as probe:
-            probe.setblocking(False)
-            try:
-                probe.connect(_path_of(descriptor))
-            except BlockingIOError:  # another process has already connected, and nobody accepts
-                return True
-            except PermissionError:  # due to its mode, or to an ACL or a security module
-                if f"/{name}.sock\n" not in self._listening:
-                    return False
-                return True if is_open else None
-            except OSError as error:
-                return error.errno not in (errno.ECONNREFUSED, errno.ENOENT, errno.EPROTOTYPE)
-        return True
 
     @functools.cached_property
     def _listening(self) -> str:
@@ -288,7 +281,7 @@ class Folder:
         return read_kernel_file("/proc/net/unix")
 
     def _listen(self, listener: "socket.socket", file: str, made: dict[str, os.stat_result]) -> None:
-        listener.bind(f"{self._here}/{file}")
+        listener.bind(f"{_path_of(self._descriptor)}/{file}")
         # The folder's owner may have replaced the file, and chmod() follows links.
         descriptor = os.open(file, _PATH_ONLY, dir_fd=self._descriptor)
         try:
@@ -327,16 +320,6 @@ class Folder:
                 return owner_id
         return None
 
-    def _refusal(self, error: OSError, culprit: int | None) -> ClaimsError:
-        if culprit is not None:
-            name = user_name(culprit)
-            reason = f"a process of {name} takes every file name that this claim tries"
-            return _unusable(self.path, reason, f"Ask {name} or an administrator to end that process")
-        if error.errno == errno.EACCES:
-            return _unusable(self.path, "you may not create files in it", _open_to_all(self.path))
-        reason = f"no file or Unix socket can be created in it ({error.strerror})"
-        return _unusable(self.path, reason, "Put it on a local file system with free space")
-
 
 @contextlib.contextmanager
 def open_folder(path: str) -> Iterator[Folder | None]:
@@ -363,8 +346,12 @@ def locked_folder(path: str) -> Iterator[Folder]:
         except FileNotFoundError:  # already removed
             continue
         try:
-            # The folder may have been replaced by now, and locks on two folders do not exclude each other.
-            if _try_lock(descriptor) and _is_at(descriptor, path):
+            is_locked = False
+            with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The folder may have been replaced by now, and locks on two folders do not exclude each other.
+                is_locked = os.path.samestat(os.fstat(descriptor), os.lstat(path))
+            if is_locked:
                 yield Folder(path, descriptor)
                 return
             if time.monotonic() > give_up_s:
@@ -375,19 +362,6 @@ def locked_folder(path: str) -> Iterator[Folder]:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # because a child that was forked in between has this descriptor too
             os.close(descriptor)
         time.sleep(0.005 + 0.015 * os.urandom(1)[0] / 255)  # random, so that waiting processes do not poll in lockstep
-
-
-def why_private(path: str) -> str | None:
-    """Return the reason that other jobs cannot see the folder; ``None`` if none was found."""
-    own_mounts = read_mounts()
-    mount = mount_of(path, own_mounts)
-    if mount != mount_of(path, read_mounts(1) or own_mounts):  # hidden by hidepid
-        return "is on a mount that only this job sees"
-    markers = ("/.dockerenv", "/run/.containerenv")  # created by Docker; by Podman
-    is_contained = any(map(os.path.exists, markers)) or "KUBERNETES_SERVICE_HOST" in os.environ
-    if is_contained and mount == mount_of("/", own_mounts):
-        return "is inside this container"
-    return None
 
 
 def was_told(path: str) -> bool:
@@ -420,18 +394,16 @@ def _create_and_open(path: str) -> int:
             advice = f"An administrator can create it: mkdir -m 1777 {printable_path(path)}"
             raise _unusable(path, f"it cannot be created ({error.strerror})", advice) from error
         with contextlib.suppress(FileNotFoundError):  # already removed
-            if made or not _is_being_made(path) or time.monotonic() > give_up_s:
+            found = os.lstat(path)
+            # Another user may have created it just now, and not yet opened it to everybody.
+            is_closed = found.st_uid != os.geteuid() and not found.st_mode & 0o002
+            is_being_made = not made and is_closed and time.time() - found.st_ctime < 1
+            if not is_being_made or time.monotonic() > give_up_s:
                 descriptor = _open(path)
                 if made:
                     os.fchmod(descriptor, 0o1777)  # regardless of this process's umask
                 return descriptor
         time.sleep(0.01)
-
-
-def _is_being_made(path: str) -> bool:
-    """Return whether another user may have created the folder just now and not yet opened it to everybody."""
-    found = os.lstat(path)
-    return found.st_uid != os.geteuid() and not found.st_mode & 0o002 and time.time() - found.st_ctime < 1
 
 
 def _open(path: str) -> int:
@@ -489,19 +461,6 @@ def _is_same(found: os.stat_result, own: os.stat_result) -> bool:
     return os.path.samestat(found, own) and found.st_uid == own.st_uid
 
 
-def _try_lock(descriptor: int) -> bool:
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
-
-
-def _is_at(descriptor: int, path: str) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    return False
-
-
 def _holder_of_lock(descriptor: int, path: str, began_s: float) -> tuple[str, str]:
     """Return who has locked the folder since ``began_s``, in seconds since boot, and what to do."""
     found = os.fstat(descriptor)
@@ -525,4 +484,5 @@ def _holder_of_lock(descriptor: int, path: str, began_s: float) -> tuple[str, st
 
 
 def _path_of(descriptor: int) -> str:
+    """Return a path for calls that accept no descriptor, short enough for a socket address."""
     return f"/proc/self/fd/{descriptor}"

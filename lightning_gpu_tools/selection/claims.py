@@ -20,8 +20,10 @@ from lightning_gpu_tools.processes import (
     ProcessId,
     descendants,
     is_running,
+    mount_of,
     process_id,
     read_kernel_file,
+    read_mounts,
     running_kernel,
 )
 from lightning_gpu_tools.selection import claim_files
@@ -140,12 +142,12 @@ class HeldClaim:
             rivals = ledger.rivals(uuids, kind, [self.job])
             content = {**self._content, "kind": "whole", "memory_bytes": None} if rivals else self._content
             self._held.append(ledger.put("claim", content))
-            owner = ledger.foreign_owner
+            owner_id = ledger.owner_id
         with contextlib.suppress(IndexError):  # already released
             self._held.pop(0).release()
         if self._is_released:
             self.release()
-        by = f", which belongs to {owner}" if owner else ""
+        by = f", which belongs to {user_name(owner_id)}" if _is_foreign(owner_id) else ""
         event = f"The claim of this job on {', '.join(uuids)} was removed from {printable_path(self._path)}{by}."
         if not rivals:
             return f"{event} No other job had claimed it exclusively, so this job has claimed it again."
@@ -175,13 +177,8 @@ class Ledger:
 
     def __init__(self, folder: Folder | None = None, *, takes_claims: bool = False) -> None:
         self._folder = folder
+        self.owner_id = folder.owner_id if folder else 0  # who can remove the files of others
         self.takes_claims = takes_claims
-
-    @property
-    def foreign_owner(self) -> str:
-        """The folder's owner, who can remove others' files; ``""`` if it is root or this user."""
-        owner_id = 0 if self._folder is None else self._folder.owner_id
-        return user_name(owner_id) if _is_foreign(owner_id) else ""
 
     def claims(self, process_ids: Collection[int] = ()) -> tuple[GpuClaim, ...]:
         """Return the live claims, oldest first, with the PIDs that are certain.
@@ -368,7 +365,14 @@ def warn_if_private() -> None:
     # A folder that was set explicitly is not checked. Children would repeat the first process's warning.
     if path != _DEFAULT_DIRECTORY or JOB_VARIABLE in os.environ:
         return
-    why = claim_files.why_private(path)
+    own_mounts = read_mounts()
+    mount, why = mount_of(path, own_mounts), ""
+    markers = ("/.dockerenv", "/run/.containerenv")  # created by Docker; by Podman
+    is_contained = any(map(os.path.exists, markers)) or "KUBERNETES_SERVICE_HOST" in os.environ
+    if mount != mount_of(path, read_mounts(1) or own_mounts):  # hidden by hidepid
+        why = "is on a mount that only this job sees"
+    elif is_contained and mount == mount_of("/", own_mounts):
+        why = "is inside this container"
     if why and not claim_files.was_told(path):
         warn_once(
             f"The claims folder {path} {why}, so this job and jobs outside do not see each other's claims. Set "
@@ -420,12 +424,10 @@ def _origin(entry: Entry) -> dict[str, Any]:
 
 
 def _uuids(record: Any) -> tuple[str, ...]:
-    def are_uuids(values: Any) -> bool:
-        if not isinstance(values, list) or len(values) > _MAX_UUIDS:
-            return False
-        return all(isinstance(value, str) and _UUID.fullmatch(value) for value in values)
-
-    return tuple(_checked(record, "uuids", are_uuids))
+    uuids = _checked(record, "uuids", lambda values: isinstance(values, list) and len(values) <= _MAX_UUIDS)
+    if not all(isinstance(uuid, str) and _UUID.fullmatch(uuid) for uuid in uuids):
+        raise ValueError(f"uuids is {uuids!r:.80}")
+    return tuple(uuids)
 
 
 def _number(record: Any, name: str, minimum: int, maximum: int) -> int:

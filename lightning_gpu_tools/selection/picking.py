@@ -16,7 +16,6 @@ from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuReading, GpuWaiter
 from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.ranking import (
-    Candidate,
     Ranking,
     Rejection,
     Request,
@@ -32,7 +31,6 @@ from lightning_gpu_tools.selection.visibility import visible_gpus, whole_or_inst
 from lightning_gpu_tools.units import format_duration, plural
 
 if TYPE_CHECKING:
-    from lightning_gpu_tools.selection.claim_files import Held
     from lightning_gpu_tools.selection.claims import HeldClaim
 
 _T = TypeVar("_T")
@@ -270,7 +268,14 @@ class Attempt:
         ranking = self.rank(self.request, self.ahead)
         if len(ranking.candidates) < self.request.count:
             raise self._not_enough(ranking)
-        chosen = _best_set(ranking.candidates, self.request)
+        candidates, count = ranking.candidates, self.request.count
+        chosen = tuple(candidates[:count])
+        if count not in (1, len(candidates)):
+            from lightning_gpu_tools.gpus import nvml
+
+            uuids = [str(candidate.gpu.uuid) for candidate in candidates]
+            links, nodes = nvml.read_nvlinks(uuids), nvml.read_numa_nodes(uuids)
+            chosen = best_set(candidates, count, links, nodes, memory_matters=self.request.min_free_bytes is None)
         are_named = self.among is not None and len(self.among) == len(chosen)
         if not are_named and (warning := mixed_models(chosen)):
             claims.warn_once(warning)
@@ -369,7 +374,9 @@ def pick(
                 if isinstance(problem, ClaimsLockedError) and time.monotonic() < give_up_s:
                     claims.warn_once(f"{problem} Waiting for the lock.")
                     continue
-                ahead = _ahead_of(place, ledger) if waits else ()
+                ahead = ledger.waiters if waits else ()
+                if place and place.name in (names := [waiter.name for waiter in ahead]):
+                    ahead = ahead[: names.index(place.name)]
                 attempt = Attempt(request, ledger, problem, read_gpus, ahead, group, among)
                 try:
                     return decide(attempt)
@@ -408,11 +415,6 @@ def _sleep(polled_s: float, give_up_s: float, cost_s: float, ahead: Sequence[Gpu
         ahead = claims.still_waiting(ahead)
 
 
-def _ahead_of(place: Held | None, ledger: claims.Ledger) -> tuple[GpuWaiter, ...]:
-    names = [waiter.name for waiter in ledger.waiters]
-    return ledger.waiters[: names.index(place.name) if place and place.name in names else None]
-
-
 def _prefixed(error: NotEnoughGpusError, sentence: str) -> NotEnoughGpusError:
     return NotEnoughGpusError(f"{sentence} {error.args[0]}", error.requested, error.rejected)
 
@@ -433,18 +435,3 @@ def _ledger(writes: bool) -> Iterator[tuple[claims.Ledger, ClaimsError | None]]:
                 problem = ClaimsError(f"{error} The claims of other jobs are unknown.")
                 ledger = claims.Ledger()
         yield ledger, problem
-
-
-def _best_set(candidates: Sequence[Candidate], request: Request) -> tuple[Candidate, ...]:
-    if request.count in (1, len(candidates)):
-        return tuple(candidates[: request.count])
-    from lightning_gpu_tools.gpus import nvml
-
-    uuids = [str(candidate.gpu.uuid) for candidate in candidates]
-    return best_set(
-        candidates,
-        request.count,
-        nvml.read_nvlinks(uuids),
-        nvml.read_numa_nodes(uuids),
-        memory_matters=request.min_free_bytes is None,
-    )

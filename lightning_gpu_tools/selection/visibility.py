@@ -17,17 +17,11 @@ _T = TypeVar("_T")
 _PREFIXES = ("GPU-", "MIG-")
 
 
-def parse_visible_devices(text: str) -> tuple[int | str, ...]:
-    """Return the entries of ``CUDA_VISIBLE_DEVICES`` that CUDA uses: numbers, or (prefixes of) UUIDs.
-
-    The list ends before the first entry that cannot name a device (``"0,2,-1,1"`` gives ``(0, 2)``) or differs in kind
-    from the first. A repeated entry makes the list empty, and any text may follow a number (``"1gpu2"`` is 1).
-    """
-    return _distinct_until_none(_entries(text))
-
-
 def _entries(text: str) -> list[int | str | None]:
-    """Return all entries; ``None`` for each that cannot name a device."""
+    """Return all entries, numbers or (prefixes of) UUIDs; ``None`` for each that cannot name a device.
+
+    One that differs in kind from the first cannot. Any text may follow a number (``"1gpu2"`` is 1).
+    """
     for prefix in _PREFIXES:
         if text.startswith(prefix):
             # Blanks matter here: " GPU-b" does not begin with "GPU-".
@@ -49,7 +43,9 @@ def visible_gpus(
     """
     if cuda_visible_devices is None:
         return whole_or_instances(gpus)
-    entries = parse_visible_devices(cuda_visible_devices)
+    entries: tuple[int | str, ...] = _distinct_until_none(
+        _entries(cuda_visible_devices)
+    )  # CUDA ignores those after one that it cannot use
     numbered = gpus
     # GPUs of the same product are in PCI order in both modes.
     if device_order != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1 and entries and isinstance(entries[0], int):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_gpu_tools.mounts import mount_of, read_mounts
+from lightning_gpu_tools.processes import mount_of, read_mounts
 
 # Usual names of attributes for the place of the data, such as torchvision's root and numpy's filename.
 _NAMES = (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightning_gpu_tools.mounts import mount_of, read_mounts
+from lightning_gpu_tools.processes import mount_of, read_mounts
 from lightning_gpu_tools.training.storage import Storage, path_of_data, storage_of
 
 
