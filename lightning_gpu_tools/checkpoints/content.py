@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from lightning_gpu_tools.checkpoints.faults import Fault, faults_of
+from lightning_gpu_tools.checkpoints.inert_pickle import Opaque, StandIn
 from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, listed
-from lightning_gpu_tools.checkpoints.structure import MAX_DEPTH, Opaque, StandIn, TensorInfo
+from lightning_gpu_tools.checkpoints.structure import MAX_DEPTH, Fault, TensorInfo, faults_of
 from lightning_gpu_tools.errors import BrokenCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -37,6 +37,7 @@ _MAX_ITEMS = 1000  # of a list, our default: longer ones hold data
 _MAX_PARTS = 1_000_000
 # What a pickle builds NumPy arrays by.
 _ARRAY = re.compile(r"numpy\.(_core|core)\.(multiarray\._reconstruct|numeric\._frombuffer)")
+_SCRIPT = "__torch__."  # begins the class of an object of a TorchScript program
 _QUANTIZED_MODULES = ("torch.ao.nn.", "torch.nn.quantized.", "torch.nn.intrinsic.quantized.")
 
 
@@ -74,7 +75,10 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
             raise BrokenCheckpointError(
                 f"{where} has an invalid key for a weight: {describe_content(odd[0])}. Save the state_dict of a module."
             )
-        if not are_versions(getattr(weights, "_metadata", None)):
+        metadata = getattr(weights, "_metadata", {})
+        modules = metadata.values() if isinstance(metadata, dict) and is_named(metadata) else [None]
+        are_versions = all(isinstance(m, dict) and isinstance(m.get("version"), (int, type(None))) for m in modules)
+        if metadata is not None and not are_versions:
             raise BrokenCheckpointError(
                 f"{where} has invalid _metadata, which must map each module to an integer version. Delete this "
                 "attribute of the state_dict, and save it again."
@@ -106,16 +110,6 @@ def _is_restorable(name: str, value: Any) -> bool:
     return "list" not in _RESTORED[name] and (isinstance(value, Mapping) or value is None)
 
 
-def are_versions(metadata: Any) -> bool:
-    """Return whether this is valid ``_metadata`` of a state dict: the version of each module."""
-    return metadata is None or (
-        isinstance(metadata, dict)
-        and is_named(metadata)
-        and all(isinstance(entry, dict) for entry in metadata.values())
-        and all(isinstance(entry.get("version"), (int, type(None))) for entry in metadata.values())
-    )
-
-
 def is_named(value: Any) -> bool:
     """Return whether this is a dictionary with string keys."""
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
@@ -127,7 +121,8 @@ def is_state_dict(value: Any) -> bool:
         return False
     if hasattr(value, "_metadata"):  # set by torch
         return bool(value)
-    kinds = _tensor_classes()
+    torch = sys.modules.get("torch")  # without it, no tensor has been loaded
+    kinds = (TensorInfo,) if torch is None else (TensorInfo, torch.Tensor)
     tensors = 0
     for key, item in value.items():
         if isinstance(item, kinds):
@@ -137,11 +132,6 @@ def is_state_dict(value: Any) -> bool:
     return tensors > 0 and 2 * tensors >= len(value)
 
 
-def _tensor_classes() -> tuple[type, ...]:
-    torch = sys.modules.get("torch")  # without it, no tensor has been loaded
-    return (TensorInfo,) if torch is None else (TensorInfo, torch.Tensor)
-
-
 def is_lightning_checkpoint(content: Any) -> bool:
     """Return whether this is a checkpoint as written by ``Trainer.save_checkpoint``."""
     return (
@@ -149,22 +139,17 @@ def is_lightning_checkpoint(content: Any) -> bool:
     )
 
 
-def put_weights(content: Any, entries: Entries) -> Any:
-    """Return the content with its sets of weights replaced by those in ``entries``."""
-    on_the_way = {entry[:i] for entry in entries for i, letter in enumerate(entry) if letter in ".[" or i == 0}
-    return _put_weights(content, entries, "", on_the_way)
-
-
-def _put_weights(content: Any, entries: Entries, name: str, on_the_way: Collection[str]) -> Any:
+def put_weights(content: Any, entries: Entries, name: str = "") -> Any:
+    """Return the content at ``name`` in a file with its sets of weights replaced by those in ``entries``."""
     if name in entries:
         return entries[name]
-    if name not in on_the_way:
+    if not any(not name or entry.startswith((f"{name}.", f"{name}[")) for entry in entries):
         return content
     if isinstance(content, (list, tuple)):
-        items = (_put_weights(item, entries, f"{name}[{i}]", on_the_way) for i, item in enumerate(content))
-        return [*items] if isinstance(content, list) else (*items,)
+        items = [put_weights(item, entries, f"{name}[{i}]") for i, item in enumerate(content)]
+        return items if isinstance(content, list) else tuple(items)
     return {
-        key: _put_weights(item, entries, f"{name}.{key}" if name else key, on_the_way) if isinstance(key, str) else item
+        key: put_weights(item, entries, f"{name}.{key}" if name else key) if isinstance(key, str) else item
         for key, item in _as_mapping(content).items()
     }
 
@@ -222,14 +207,15 @@ def are_weights(part: Any) -> bool:
 
 def are_arrays(part: Any) -> bool:
     """Return whether these are NumPy arrays with names, opened or not."""
-    return is_named(part) and bool(part) and all(map(_is_array, part.values()))
-
-
-def _is_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")  # without it, no array has been opened
-    if isinstance(value, Opaque):
-        return _ARRAY.fullmatch(value.kind or "") is not None
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return (
+        is_named(part)
+        and bool(part)
+        and all(
+            _ARRAY.fullmatch(value.kind) if isinstance(value, Opaque) else numpy and isinstance(value, numpy.ndarray)
+            for value in part.values()
+        )
+    )
 
 
 def unopened_objects(content: Any) -> set[str]:
@@ -267,21 +253,9 @@ def _as_mapping(value: Any) -> Mapping[Any, Any]:
 def _is_module(value: Any) -> bool:
     state = value.state if isinstance(value, Opaque) else None
     parts = ("_modules", "_parameters", "_buffers")
-    return isinstance(state, Mapping) and (_is_script(value) or all(isinstance(state.get(p), Mapping) for p in parts))
-
-
-def _is_script(value: Opaque) -> bool:
-    """Return whether this is an object of a TorchScript program."""
-    return value.kind.startswith("__torch__.")
-
-
-def _parts_of(module: Opaque) -> tuple[dict[Any, Any], Mapping[Any, Any]]:
-    """Return the tensors and the modules in a described module by name."""
-    state = module.state
-    if not _is_script(module):
-        return {**state["_parameters"], **state["_buffers"]}, state["_modules"]
-    tensors = {name: part for name, part in state.items() if isinstance(part, TensorInfo)}
-    return tensors, {name: part for name, part in state.items() if _is_module(part)}
+    return isinstance(state, Mapping) and (
+        value.kind.startswith(_SCRIPT) or all(isinstance(state.get(p), Mapping) for p in parts)
+    )
 
 
 def _weights_of(module: Opaque) -> dict[str, Any]:
@@ -297,21 +271,17 @@ def _weights_of(module: Opaque) -> dict[str, Any]:
                 f"holds a module with more than {MAX_DEPTH} levels, too many parts, or endless recursion",
                 "This is not a real model.",
             )
-        not_saved = one.state.get("_non_persistent_buffers_set")
-        not_saved = (
-            {name for name in not_saved if isinstance(name, str)} if isinstance(not_saved, (list, tuple)) else ()
-        )
-        parts, inside = _parts_of(one)
-        children = []
-        for name, part in inside.items():
-            if _is_module(part):
-                children.append((f"{prefix}{name}.", part))
-            else:
-                parts[name] = part
+        unsaved = one.state.get("_non_persistent_buffers_set")
+        not_saved = {name for name in unsaved if isinstance(name, str)} if isinstance(unsaved, (list, tuple)) else ()
+        if one.kind.startswith(_SCRIPT):
+            parts = {name: part for name, part in one.state.items() if isinstance(part, TensorInfo) or _is_module(part)}
+        else:
+            parts = {**one.state["_parameters"], **one.state["_buffers"], **one.state["_modules"]}
+        children = [(f"{prefix}{name}.", part) for name, part in parts.items() if _is_module(part)]
         if one.kind.startswith(_QUANTIZED_MODULES):
-            parts["weight"] = one
+            parts["weight"] = TensorInfo("?", None, None, kind=one.kind)  # packed
         for name, part in parts.items():
-            if part is None or name in not_saved:
+            if part is None or name in not_saved or _is_module(part):
                 continue
             if not isinstance(part, TensorInfo):
                 part = TensorInfo("?", None, None, kind=getattr(part, "kind", "") or "unknown")

@@ -55,10 +55,14 @@ class Fit(NamedTuple):
 
     def offered(self) -> dict[str, str]:
         """Return key -> name for keys without a match that the model's own loading code may take."""
-        left_over = self.plan.left_over(strict=self.strict)
+        plan, untracked = self.plan, self.keys.untracked
+        names = {key: plan.rename(key) for key in (*plan.unexpected, *plan.clashes)}
+        if not self.strict:  # otherwise, `apply` refuses names that are already taken
+            first = {name: key for key, name in reversed(names.items())}
+            taken = {*plan.renames.values(), *plan.tied}
+            names = {key: name for key, name in names.items() if name not in taken and first[name] == key}
         # InstanceNorm refuses statistics that it does not keep, even if torch is told that keys may be left over.
-        untracked = self.keys.untracked
-        return {key: name for key, name in left_over.items() if without_private_segments(name) not in untracked}
+        return {key: name for key, name in names.items() if without_private_segments(name) not in untracked}
 
     def choice(self) -> str:
         """Return a message on the loaded set of weights, and how to load the others."""
@@ -81,7 +85,16 @@ def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...
             left_out.append(key)
             del state_dict[key]
             return
-        value = state_dict[key] = _sharded_like(value, target)
+        if is_sharded(value):  # each process has all of it
+            value = value.to_local()
+        if is_sharded(target):
+            from torch.distributed.tensor import DTensor, Replicate
+
+            # Every process has read the file, so each takes its part without communication.
+            mesh = target.device_mesh
+            whole = DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+            value = whole.redistribute(placements=target.placements)
+        state_dict[key] = value
         if target.is_meta and not value.is_meta:  # the target has no memory to copy into
             if id(target) not in made:
                 empty = torch.empty_like(target, device=value.device, requires_grad=False)
@@ -109,19 +122,6 @@ def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
             weights[key] = copy.deepcopy(value)
         elif is_inside(key, model.self_loading):  # a deep copy of a plain tensor copies its whole storage
             weights[key] = value.detach().clone() if type(value) is torch.Tensor else copy.deepcopy(value)
-
-
-def _sharded_like(value: Any, target: Any) -> Any:
-    if is_sharded(value):  # each process has all of it
-        value = value.to_local()
-    if not is_sharded(target):
-        return value
-    from torch.distributed.tensor import DTensor, Replicate
-
-    # Every process has read the file, so each takes its part without communication.
-    mesh = target.device_mesh
-    whole = DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=target.placements)
 
 
 def _outcome_of(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -> tuple[RenamePlan, tuple[str, ...]]:

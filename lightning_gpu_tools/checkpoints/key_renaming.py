@@ -12,16 +12,15 @@ from typing import Any, TypeVar
 from lightning_gpu_tools.checkpoints.key_tree import (
     MAX_NAME,
     PRIVATE_SEGMENTS,
+    WRAPPED,
     WRAPPER_COUNTER,
     Node,
-    Overlap,
-    Overlay,
     Shapes,
     Tree,
     build_tree,
     child_modules,
-    counted,
     inside_wrappers,
+    is_copied_into,
     is_inside,
     is_wrapper,
     is_wrapper_name,
@@ -32,7 +31,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     without_wrappers,
 )
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError
-from lightning_gpu_tools.units import printable
+from lightning_gpu_tools.units import plural, printable
 
 # Names of the two factors in peft, loralib and diffusers.
 _LORA = re.compile(r"(?<![A-Za-z])lora[._](?:A|B|down|up|embedding_A|embedding_B)(?![A-Za-z])")
@@ -76,7 +75,7 @@ class RenamePlan:
                     if change:
                         (added if change > 0 else removed)[segment] += 1
         return ", ".join(
-            f'{verb} "{printable(segment)}." {where} {counted(count, "key")}'
+            f'{verb} "{printable(segment)}." {where} {plural(count, "key")}'
             for verb, where, counts in (("removed", "from", removed), ("added", "to", added))
             for segment, count in sorted(counts.items())
         )
@@ -139,18 +138,6 @@ class RenamePlan:
             yield f"It was saved with weight_norm on {list_groups(saved)}. {do} {function} on these layers."
         elif own:
             yield f"The model has weight_norm on {list_groups(own)}. Load the weights before weight_norm is called."
-
-    def left_over(self, *, strict: bool) -> dict[str, str]:
-        """Return key -> name for keys without a match. Hooks of the model may use these names.
-
-        If not ``strict``, omit keys whose name is already taken; otherwise, ``apply`` refuses them.
-        """
-        names = {key: self.rename(key) for key in (*self.unexpected, *self.clashes)}
-        if strict or not names:
-            return names
-        first = {name: key for key, name in reversed(names.items())}
-        taken = {*self.renames.values(), *self.tied}
-        return {key: name for key, name in names.items() if name not in taken and first[name] == key}
 
     def apply(self, state_dict: Mapping[str, Any], left_over: Mapping[str, str] | None = None) -> OrderedDict[str, Any]:
         """Return the same weights in the same order under the model's names, with ``_metadata``."""
@@ -250,12 +237,13 @@ def preferred(sets: Sequence[Set], name_of: Callable[[Set], str], *, averages: b
     return [one for one in sets if is_average(name_of(one)) is averages] or [*sets]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Reading:
-    """A part of the checkpoint laid over a part of the model."""
+    """A part of the checkpoint laid over a part of the model: pairs of keys at the same place."""
 
-    overlap: Overlap
-    scope: Node
+    pairs: list[tuple[str, str]] = field(default_factory=list)  # of the same shape
+    clashes: list[tuple[str, str]] = field(default_factory=list)  # of different shapes
+    scope: Node = field(default_factory=dict)  # the part of the checkpoint
     roots: tuple[str, str] = ("", "")
 
 
@@ -272,14 +260,14 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.given = as_root(self.root or "")
-        self.overlay = Overlay(self.shapes, self.model.shapes)
+        self.of_wrappers: dict[tuple[int, int], _Reading] = {}
         self.required = {self._leader(key) for key in self.model.shapes.keys() - self.model.optional}
 
     def _leader(self, key: str) -> str:
         return self.model.tied.get(key, key)
 
     def run(self, strict: bool) -> RenamePlan:
-        unchanged = self.overlay.by_name({key: key for key in self.shapes}, {key: key for key in self.model.shapes})
+        unchanged = self._overlap({key: key for key in self.shapes}, {key: key for key in self.model.shapes})
         is_same = len(unchanged.pairs) == len(self.shapes) == len(self.model.shapes)
         if is_same and not (self.root or self.model.unsaved):
             return RenamePlan(renames=dict(unchanged.pairs))  # the usual case, which needs no tree
@@ -287,7 +275,7 @@ class _Search:
         self.model_tree = build_tree(self.model.shapes, self.model.wrappers)
         tried: list[_Reading] = []
         for readings in self._levels(unchanged):
-            fits = [reading for reading in readings if self._covers(reading.overlap)]
+            fits = [reading for reading in readings if self._covers(reading)]
             if fits:
                 plan = self._only(fits)
                 return self._accept(plan) if strict else plan
@@ -308,7 +296,7 @@ class _Search:
             return plan
         return self._only([reading for reading in nearest if bool(reading.roots[0]) == bool(plan.dropped_root)])
 
-    def _levels(self, unchanged: Overlap) -> Iterable[list[_Reading]]:
+    def _levels(self, unchanged: _Reading) -> Iterable[list[_Reading]]:
         checkpoint, model = self.checkpoint_tree.root, self.model_tree.root
         if self.root:
             for dropped, added in ((self.given, ""), ("", self.given)):
@@ -321,10 +309,42 @@ class _Search:
         # Keys that fit are never renamed.
         has_all = len(unchanged.pairs) + len(unchanged.clashes) == len(self.model.shapes)
         keeps_names = has_all or self._covers(unchanged)
-        yield [_Reading(unchanged if keeps_names else self.overlay.largest(checkpoint, model), checkpoint)]
+        reading = unchanged if keeps_names else self._largest_overlap(checkpoint, model)
+        yield [replace(reading, scope=checkpoint)]
         if self.root is None:
             yield [*self._inside("", checkpoint, ("", model), self.average)]
             yield [self._reading(("", checkpoint), place) for place in child_modules(model)]
+
+    # The recursion is limited by the number of levels in keys; see structure.check_contents.
+    def _largest_overlap(self, checkpoint: Node, model: Node) -> _Reading:
+        """Return the largest overlap, skipping ``module`` levels of the checkpoint if necessary."""
+        if not is_wrapper(checkpoint):
+            return self._overlap(checkpoint, model)
+        nodes = id(checkpoint), id(model)  # the pair recurs where wrappers are nested
+        if nodes not in self.of_wrappers:
+            kept, unwrapped = self._overlap(checkpoint, model), self._largest_overlap(checkpoint[WRAPPED], model)
+            counter, wanted = checkpoint.get(WRAPPER_COUNTER), model.get(WRAPPER_COUNTER)
+            if counter and wanted and all(wanted != taken for _, taken in unwrapped.pairs):
+                unwrapped = _Reading([*unwrapped.pairs, (counter, wanted)], unwrapped.clashes)
+            # On a tie, keep the name, which is the smaller change.
+            self.of_wrappers[nodes] = unwrapped if len(unwrapped.pairs) > len(kept.pairs) else kept
+        return self.of_wrappers[nodes]
+
+    def _overlap(self, checkpoint: Node, model: Node) -> _Reading:
+        """Return the overlap of two nodes, assuming that neither is a wrapper."""
+        overlap = _Reading()
+        for name, have in checkpoint.items():
+            want = model.get(name)
+            if want is None:
+                continue
+            if isinstance(have, str):
+                fits = is_copied_into(self.shapes[have], self.model.shapes[want])
+                (overlap.pairs if fits else overlap.clashes).append((have, want))
+            else:
+                below = self._largest_overlap(have, want)
+                overlap.pairs += below.pairs
+                overlap.clashes += below.clashes
+        return overlap
 
     def _inside(
         self, path: str, node: Node, place: tuple[str, Node], average: bool, levels: int = 2
@@ -333,19 +353,19 @@ class _Search:
         for name, child in child_modules(inside_wrappers(node)):
             reading = self._reading((path + name, child), place)
             yield reading
-            if levels and (average or is_average(name)) and not self._covers(reading.overlap):
+            if levels and (average or is_average(name)) and not self._covers(reading):
                 yield from self._inside_average(path + name, child, place, levels - 1)
 
     def _inside_average(self, path: str, node: Node, place: tuple[str, Node], levels: int) -> list[_Reading]:
-        fits = [one for one in self._inside(path, node, place, True, levels) if self._covers(one.overlap)]
+        fits = [one for one in self._inside(path, node, place, True, levels) if self._covers(one)]
         return preferred(fits, lambda one: one.roots[0].removeprefix(path), averages=True)
 
     def _reading(self, part: tuple[str, Node], place: tuple[str, Node]) -> _Reading:
-        return _Reading(self.overlay.largest(part[1], place[1]), part[1], (part[0], place[0]))
+        return replace(self._largest_overlap(part[1], place[1]), scope=part[1], roots=(part[0], place[0]))
 
-    def _covers(self, overlap: Overlap) -> bool:
-        enough = len(overlap.pairs) >= len(self.required)
-        return enough and self.required <= {self._leader(key) for _, key in overlap.pairs}
+    def _covers(self, reading: _Reading) -> bool:
+        enough = len(reading.pairs) >= len(self.required)
+        return enough and self.required <= {self._leader(key) for _, key in reading.pairs}
 
     def _is_meant(self, plan: RenamePlan) -> bool:
         """Return whether the root was given, or matches most keys. A single bias can fit by chance."""
@@ -359,7 +379,7 @@ class _Search:
         different: dict[Hashable, _Reading] = {}
         same_tensor = self.same_tensor() if len(fits) > 1 else {}
         for reading in fits:
-            weights = ((key, same_tensor.get(source, source)) for source, key in reading.overlap.pairs)
+            weights = ((key, same_tensor.get(source, source)) for source, key in reading.pairs)
             different.setdefault(frozenset(weights), reading)
         found = list(different.values())
         averages = self.average or is_average(self.given)
@@ -382,8 +402,8 @@ class _Search:
 
     def _to_plan(self, reading: _Reading) -> RenamePlan:
         unsaved = self.model.unsaved
-        target = dict(reading.overlap.pairs)
-        clashes = {key: name for key, name in reading.overlap.clashes if name not in unsaved}
+        target = dict(reading.pairs)
+        clashes = {key: name for key, name in reading.clashes if name not in unsaved}
         for key, other in self.checkpoint_tree.collisions.items():
             if key in target:
                 raise collision(quoted(other, key), f"{quoted(target[key])} of the model")
@@ -394,7 +414,11 @@ class _Search:
         absent = [key for key in uncovered if key not in tied and key not in unsaved]
         left = [key for key in self.shapes if key not in target and key not in clashes]
         inside = {*keys_below(reading.scope), *self.checkpoint_tree.collisions} if left else set()
-        unexpected = {key: None for key in left if key in inside and not self._is_wrapper_counter(key)}
+        unexpected = {key: None for key in left if key in inside}
+        for key in [key for key in unexpected if key.rpartition(".")[2] == WRAPPER_COUNTER]:
+            node = self.checkpoint_tree.find(key.rpartition(".")[0])
+            if node is not None and is_wrapper(node) and node.get(WRAPPER_COUNTER) == key:
+                del unexpected[key]
         return RenamePlan(
             renames={key: target[key] for key in self.shapes if key in target and target[key] not in unsaved},
             buffers={key: name for key, name in target.items() if name in unsaved},
@@ -407,13 +431,6 @@ class _Search:
             clashes=clashes,
             unused=tuple(key for key in left if key not in unexpected),
         )
-
-    def _is_wrapper_counter(self, key: str) -> bool:
-        path, _, name = key.rpartition(".")
-        if name != WRAPPER_COUNTER:
-            return False
-        node = self.checkpoint_tree.find(path)
-        return node is not None and is_wrapper(node) and node.get(name) == key
 
     def _accept(self, plan: RenamePlan) -> RenamePlan:
         """Return the plan; raise if any key is left over."""
@@ -505,8 +522,8 @@ class _Search:
 
 def _most(readings: list[_Reading]) -> list[_Reading]:
     """Return the readings that cover the most keys."""
-    most = max((len(reading.overlap.pairs) for reading in readings), default=0)
-    return [reading for reading in readings if len(reading.overlap.pairs) == most]
+    most = max((len(reading.pairs) for reading in readings), default=0)
+    return [reading for reading in readings if len(reading.pairs) == most]
 
 
 def _roots(tree: Tree) -> str:

@@ -26,7 +26,7 @@ WRAPPER_SEGMENT = "module"
 # AveragedModel's step counter, the only sibling that a wrapper's ``module`` can have.
 WRAPPER_COUNTER = "n_averaged"
 
-_WRAPPED = WRAPPER_SEGMENT + "."
+WRAPPED = WRAPPER_SEGMENT + "."
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Tree:
         for segment in filter(None, without_private_segments(path).split(".")):
             name = f"{segment}."
             while name not in node and is_wrapper(node):
-                node = node[_WRAPPED]
+                node = node[WRAPPED]
             if name not in node:
                 return None
             node = node[name]
@@ -62,7 +62,7 @@ def build_tree(keys: Iterable[str], wrappers: Iterable[str] = ()) -> Tree:
     for path in sorted({*wrappers}, key=len, reverse=True):  # inner ones first, so that outer paths stay valid
         node = tree.find(path)  # None where state-dict hooks omit the path
         if node is not None and is_wrapper(node):
-            node.update(node.pop(_WRAPPED))
+            node.update(node.pop(WRAPPED))
     return tree
 
 
@@ -117,13 +117,13 @@ def keys_below(node: Node) -> Iterator[str]:
 
 def is_wrapper(node: Node) -> bool:
     """Return whether the node has only a child ``module`` and perhaps a counter, like a wrapper."""
-    return _WRAPPED in node and node.keys() <= {_WRAPPED, WRAPPER_COUNTER}
+    return WRAPPED in node and node.keys() <= {WRAPPED, WRAPPER_COUNTER}
 
 
 def inside_wrappers(node: Node) -> Node:
     """Return the node inside all outer wrappers."""
     while is_wrapper(node):
-        node = node[_WRAPPED]
+        node = node[WRAPPED]
     return node
 
 
@@ -131,58 +131,6 @@ def is_copied_into(have: Shape | None, want: Shape | None) -> bool:
     """Return whether torch copies from one shape into the other; an unknown shape may fit."""
     # Torch also copies (1,) into (), because torch 0.3 had no zero-dimensional tensors.
     return have == want or have is None or want is None or (have == (1,) and want == ())
-
-
-@dataclass
-class Overlap:
-    """The overlap of a checkpoint and a model: pairs of keys at the same place."""
-
-    pairs: list[tuple[str, str]] = field(default_factory=list)  # of the same shape
-    clashes: list[tuple[str, str]] = field(default_factory=list)  # of different shapes
-
-
-class Overlay:
-    """Overlaps between parts of a checkpoint's tree and parts of a model's."""
-
-    def __init__(self, checkpoint_shapes: Shapes, model_shapes: Shapes) -> None:
-        self._checkpoint_shapes = checkpoint_shapes
-        self._model_shapes = model_shapes
-        self._of_wrappers: dict[tuple[int, int], Overlap] = {}
-
-    # The recursion is limited by the number of levels in keys; see structure.check_contents.
-    def largest(self, checkpoint: Node, model: Node) -> Overlap:
-        """Return the largest overlap, skipping ``module`` levels of the checkpoint if necessary."""
-        if not is_wrapper(checkpoint):
-            return self.by_name(checkpoint, model)
-        nodes = id(checkpoint), id(model)  # the pair recurs where wrappers are nested
-        if nodes not in self._of_wrappers:
-            kept, unwrapped = self.by_name(checkpoint, model), self._without_wrapper(checkpoint, model)
-            # On a tie, keep the name, which is the smaller change.
-            self._of_wrappers[nodes] = unwrapped if len(unwrapped.pairs) > len(kept.pairs) else kept
-        return self._of_wrappers[nodes]
-
-    def by_name(self, checkpoint: Node, model: Node) -> Overlap:
-        """Return the overlap of two nodes, assuming that neither is a wrapper."""
-        overlap = Overlap()
-        for name, have in checkpoint.items():
-            want = model.get(name)
-            if want is None:
-                continue
-            if isinstance(have, str):
-                fits = is_copied_into(self._checkpoint_shapes[have], self._model_shapes[want])
-                (overlap.pairs if fits else overlap.clashes).append((have, want))
-            else:
-                below = self.largest(have, want)
-                overlap.pairs += below.pairs
-                overlap.clashes += below.clashes
-        return overlap
-
-    def _without_wrapper(self, checkpoint: Node, model: Node) -> Overlap:
-        inner = self.largest(checkpoint[_WRAPPED], model)
-        counter, wanted = checkpoint.get(WRAPPER_COUNTER), model.get(WRAPPER_COUNTER)
-        if not counter or not wanted or any(wanted == taken for _, taken in inner.pairs):
-            return inner
-        return Overlap([*inner.pairs, (counter, wanted)], inner.clashes)
 
 
 MAX_NAME = 300  # no known real model has longer parameter names
@@ -198,7 +146,13 @@ def group_keys(keys: Iterable[str]) -> list[str]:
     groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for key in keys:
         groups.setdefault(tuple(_INDEX.split(key)), []).append(tuple(map(int, _INDEX.findall(key))))
-    return [_line(texts, indices) for texts, indices in groups.items()]
+    lines = []
+    for texts, indices in groups.items():
+        columns = [sorted(set(column)) for column in zip(*indices, strict=True)]
+        name = texts[0] + "".join(_range(numbers) + text for numbers, text in zip(columns, texts[1:], strict=True))
+        is_grid = math.prod(map(len, columns)) == len(indices)
+        lines.append(printable(name, MAX_NAME) + ("" if is_grid else f" ({len(indices)} keys)"))
+    return lines
 
 
 def list_groups(keys: Iterable[str]) -> str:
@@ -211,22 +165,10 @@ def listed(names: Sequence[object], limit: int = 40) -> str:
     return shortened([*map(printable, names)], limit)
 
 
-def counted(number: int, noun: str) -> str:
-    """Return ``"1 key"`` or ``"2 keys"``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def shortened(texts: Sequence[str], limit: int = 4) -> str:
     """Return texts on one line. Texts beyond ``limit`` are only counted."""
     hidden = len(texts) - limit
     return ", ".join(texts[:limit]) + (f", … and {hidden} more" if hidden > 0 else "")
-
-
-def _line(texts: Sequence[str], indices: Sequence[tuple[int, ...]]) -> str:
-    columns = [sorted(set(column)) for column in zip(*indices, strict=True)]
-    name = texts[0] + "".join(_range(numbers) + text for numbers, text in zip(columns, texts[1:], strict=True))
-    is_grid = math.prod(map(len, columns)) == len(indices)
-    return printable(name, MAX_NAME) + ("" if is_grid else f" ({len(indices)} keys)")
 
 
 def _range(numbers: Sequence[int]) -> str:

@@ -32,7 +32,15 @@ def read_model(model: nn.Module, checkpoint_keys: Collection[str] = ()) -> tuple
 
     A checkpoint without batch counters is older than torch 0.4.1, so it may lack the model's counters.
     """
-    state = _live_state(model)
+    try:
+        state = model.state_dict(keep_vars=True)
+    except TypeError:  # an override that takes no options
+        live = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+        state = {key: live.get(key, value) for key, value in model.state_dict().items()}
+    keys_of: dict[int, list[str]] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            keys_of.setdefault(id(value), []).append(key)
     is_old = not any(key.endswith(_BATCH_COUNTER) for key in checkpoint_keys)
     wrappers = wrapper_paths(model)
     counters = {_inside(path, WRAPPER_COUNTER) for path in wrappers}
@@ -55,7 +63,7 @@ def read_model(model: nn.Module, checkpoint_keys: Collection[str] = ()) -> tuple
     keys = ModelKeys(
         shapes={**{key: shape_of(value) for key, value in state.items()}, **unsaved},
         wrappers=wrappers,
-        tied=_tied(state),
+        tied={key: keys[0] for keys in keys_of.values() if len(keys) > 1 for key in keys},
         optional=frozenset((*unsaved, *(key for key in state if without_private_segments(key) in counters))),
         self_loading=frozenset(self_loading),
         untracked=untracked,
@@ -79,15 +87,6 @@ def module_versions(model: nn.Module) -> dict[str, dict[str, int]]:
     return {path: {"version": module._version} for path, module in model.named_modules(remove_duplicate=False)}
 
 
-def _live_state(model: nn.Module) -> dict[str, Any]:
-    """Return ``state_dict()`` with the parameters themselves."""
-    try:
-        return model.state_dict(keep_vars=True)
-    except TypeError:  # an override that takes no options
-        live = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
-        return {key: live.get(key, value) for key, value in model.state_dict().items()}
-
-
 def _inside(path: str, name: str) -> str:
     # Hooks of some wrappers remove the wrapper's name from the keys.
     return without_private_segments(f"{path}.{name}" if path else name)
@@ -104,11 +103,3 @@ def has_own_hooks(hooks: Mapping[int, Any]) -> bool:
     """Return whether any of these hooks does more than restore a prefix."""
     functions = (getattr(hook, "hook", hook) for hook in hooks.values())
     return any(not (getattr(hook, "__module__", None) or "").startswith(_HOOK_PACKAGES) for hook in functions)
-
-
-def _tied(state: Mapping[str, Any]) -> dict[str, str]:
-    keys_of: dict[int, list[str]] = {}
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            keys_of.setdefault(id(value), []).append(key)
-    return {key: keys[0] for keys in keys_of.values() if len(keys) > 1 for key in keys}

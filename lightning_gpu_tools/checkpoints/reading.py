@@ -17,28 +17,21 @@ from lightning_gpu_tools.checkpoints.content import (
     describe_content,
     put_weights,
 )
-from lightning_gpu_tools.checkpoints.faults import faults_of
-from lightning_gpu_tools.checkpoints.file_tensors import with_numbers
+from lightning_gpu_tools.checkpoints.formats import describe
+from lightning_gpu_tools.checkpoints.inert_pickle import Opaque, beyond_plain_data
 from lightning_gpu_tools.checkpoints.key_renaming import quoted
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
-from lightning_gpu_tools.checkpoints.opening import describe
 from lightning_gpu_tools.checkpoints.sources import checkpoint_at, opened_source
 from lightning_gpu_tools.checkpoints.state_dicts import check_numbers, weights_in, whole_weights
-from lightning_gpu_tools.checkpoints.structure import (
-    Opaque,
-    Place,
-    Structure,
-    TensorInfo,
-    compare_with_checksums,
-)
+from lightning_gpu_tools.checkpoints.structure import Place, Structure, TensorInfo, compare_with_checksums, faults_of
 from lightning_gpu_tools.checkpoints.torch_loading import (
     described_weights,
     holds_tensors,
     is_plain,
     load_file,
     refusal,
+    with_numbers,
 )
-from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.units import printable_path
 
@@ -112,7 +105,7 @@ def read_weights(
             key: kind
             for entry, kinds in left_out.items()
             for key, kind in kinds.items()
-            if holds_tensors(entries[entry][key]) and not _is_extra_state(key)
+            if holds_tensors(entries[entry][key]) and not key.endswith("_extra_state")
         }
         if weights:
             shown = ", ".join(sorted({*weights.values()}))
@@ -158,31 +151,20 @@ def _check_weights(content: Any, unread: Unread, path: str | os.PathLike[str]) -
     for entry, weights in weights_in(content, path).items():
         check_numbers(str(path), whole_weights(str(path), weights))
         may_be_more = not hasattr(weights, "_metadata")  # such as the name of an architecture, beside the weights
-        odd = [
-            key
-            for key, value in weights.items()
-            if _is_no_weight(value) and not (_is_extra_state(key) or (may_be_more and "." not in key))
-        ]
-        if odd:
-            what = describe_content(weights[odd[0]])
-            raise BrokenCheckpointError(f"{shown}: the weight {quoted(odd[0])} is {what}. Save a module's state_dict.")
-        unopened = [key for key in unread.values.get(entry, ()) if not _is_extra_state(key)]
+        for key, value in weights.items():
+            # Some modules keep numbers, or lists of tensors.
+            is_list = isinstance(value, (list, tuple)) and bool(value)
+            kinds = (int, float, str, bytes, Mapping, list, tuple) if is_list else (str, bytes, Mapping)
+            is_no_weight = all(isinstance(item, kinds) for item in (value if is_list else [value]))
+            if is_no_weight and not (key.endswith("_extra_state") or (may_be_more and "." not in key)):
+                what = describe_content(value)
+                raise BrokenCheckpointError(f"{shown}: the weight {quoted(key)} is {what}. Save a module's state_dict.")
+        unopened = [key for key in unread.values.get(entry, ()) if not key.endswith("_extra_state")]
         if unopened:
             raise UnsafeCheckpointError(
                 f"{shown} has weights that were not opened, because this would run code: {list_groups(unopened)}. "
                 "Ask its author for the model's state_dict()."
             )
-
-
-def _is_no_weight(value: Any) -> bool:
-    """Return whether no module keeps this. Some keep numbers, or lists of tensors."""
-    if isinstance(value, (list, tuple)) and value:
-        return all(isinstance(item, (int, float, str, bytes, Mapping, list, tuple)) for item in value)
-    return isinstance(value, (str, bytes, Mapping))
-
-
-def _is_extra_state(key: str) -> bool:
-    return key.endswith("_extra_state")
 
 
 def _read(

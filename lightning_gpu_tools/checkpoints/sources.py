@@ -7,19 +7,21 @@ import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lightning_gpu_tools.arguments import path_text
 from lightning_gpu_tools.checkpoints.content import is_lightning_checkpoint
-from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
-from lightning_gpu_tools.checkpoints.formats import (
-    FolderFormat,
-    deepspeed,
-    folder_formats,
-    shard_index,
-)
+from lightning_gpu_tools.checkpoints.formats import Folder, deepspeed, describe, folder_formats, opened, shard_index
 from lightning_gpu_tools.checkpoints.key_tree import shortened
-from lightning_gpu_tools.checkpoints.opening import Folder, describe, opened
-from lightning_gpu_tools.checkpoints.structure import SUFFIXES, Assembly, Structure
+from lightning_gpu_tools.checkpoints.structure import (
+    SUFFIXES,
+    Assembly,
+    Fault,
+    Structure,
+    any_error_is,
+    damaged,
+    faults_of,
+)
 from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
 from lightning_gpu_tools.units import printable_path
@@ -75,41 +77,35 @@ def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iter
     Looks up the places of blocks in the files only if ``to_load``.
     """
     text = checkpoint_at(path)
-    with _suggesting_another(text), contextlib.ExitStack() as stack:
-        with faults_of(text), collector_paused():
-            structure = _described_folder(text, stack, to_load)
-        if structure is None:
-            structure = describe(stack.enter_context(opened(text)), text)
-        yield structure
+    try:
+        with contextlib.ExitStack() as stack:
+            with faults_of(text), collector_paused():
+                structure = _described_folder(text, stack, to_load)
+            yield structure or describe(stack.enter_context(opened(text)), text)
+    except (BrokenCheckpointError, CheckpointNotFoundError) as error:
+        other = _newest_other(Path(os.path.expanduser(text)))
+        if other is not None:
+            error.args = (f"{error.args[0]} The newest complete checkpoint in that folder: {printable_path(other)}",)
+        raise
 
 
 def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> Structure | None:
     """Open and describe a checkpoint of several files; ``None`` for anything else."""
     local = os.path.expanduser(path)
     folder, name = os.path.split(local)
-    is_index = shard_index.INDEX.fullmatch(name)
+    names = {name}
+    form: Any = shard_index if shard_index.INDEX.fullmatch(name) else None
     if os.path.isdir(local):
-        if form := _folder_format(local):
-            place = deepspeed.folder_in(local)
-            names = set(os.listdir(place))
-            return _assembled(path, form.describe(Folder(place, stack), names, to_load=to_load))
+        form, folder = _folder_format(local), deepspeed.folder_in(local)
+        names = set(os.listdir(folder))
     elif any(form.PART.fullmatch(name) for form in folder_formats()):
         advice = f"Use the folder with all files: {printable_path(os.path.dirname(path) or '.')}"
         raise Fault("is one of several files of a checkpoint", advice)
-    elif is_index and "://" in path:
+    elif form and "://" in path:
         raise Fault("lists shards at a URL", "Download the whole folder, and use the local copy.")
-    elif is_index and os.path.isfile(local):
-        return _assembled(path, shard_index.describe(Folder(folder, stack), {name}, to_load=to_load))
-    return None
-
-
-def _folder_format(path: str) -> FolderFormat | None:
-    """Return the format of the checkpoint that the files of a folder make up, if they do."""
-    names = os.listdir(deepspeed.folder_in(path))
-    return next((form for form in folder_formats() if any(map(form.FILES.fullmatch, names))), None)
-
-
-def _assembled(path: str, assembly: Assembly) -> Structure:
+    if form is None or not os.path.exists(local):
+        return None
+    assembly: Assembly = form.describe(Folder(folder, stack), names, to_load=to_load)
     shards = assembly.shards
     with any_error_is(damaged("its files do not belong together")):
         content = assembly.assemble({name: shards[name].content for name in assembly.loaded})
@@ -125,15 +121,10 @@ def _assembled(path: str, assembly: Assembly) -> Structure:
     )
 
 
-@contextlib.contextmanager
-def _suggesting_another(path: str) -> Iterator[None]:
-    try:
-        yield
-    except (BrokenCheckpointError, CheckpointNotFoundError) as error:
-        other = _newest_other(Path(os.path.expanduser(path)))
-        if other is not None:
-            error.args = (f"{error.args[0]} The newest complete checkpoint in that folder: {printable_path(other)}",)
-        raise
+def _folder_format(path: str) -> Any:
+    """Return the module of the format that the files of a folder have; ``None`` if they are no checkpoint together."""
+    names = os.listdir(deepspeed.folder_in(path))
+    return next((form for form in folder_formats() if any(map(form.FILES.fullmatch, names))), None)
 
 
 def _newest_other(path: Path) -> Path | None:

@@ -25,11 +25,11 @@ from lightning_gpu_tools.checkpoints.content import (
     place_of,
     unopened_objects,
 )
-from lightning_gpu_tools.checkpoints.faults import faults_of
-from lightning_gpu_tools.checkpoints.file_tensors import LazyTensor
+from lightning_gpu_tools.checkpoints.inert_pickle import explain_blocked
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, is_average, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, Shape, list_groups, shortened, without_wrappers
-from lightning_gpu_tools.checkpoints.unsafe_globals import explain_blocked
+from lightning_gpu_tools.checkpoints.structure import faults_of
+from lightning_gpu_tools.checkpoints.torch_loading import LazyTensor
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
@@ -70,18 +70,6 @@ def is_packed(value: Any) -> bool:
     """Return whether this is a tensor made of other tensors, such as torchao's quantized ones."""
     is_wrapper = type(value) not in _PLAIN and is_traceable_wrapper_subclass(value)
     return is_wrapper and not (is_sharded(value) or value.is_nested)
-
-
-def part_of(value: Any) -> str:
-    """Return the part of a sharded tensor that this is, ``"rank 0 of 2, Shard(dim=0)"``; ``""`` if whole."""
-    if not is_sharded(value):
-        return ""
-    mesh, placements = value.device_mesh, value.placements
-    if all(mesh.size(dim) == 1 or placement.is_replicate() for dim, placement in enumerate(placements)):
-        return ""
-    place = mesh.get_coordinate()
-    rank = "a rank" if place is None else f"rank {int(mesh.mesh[tuple(place)])}"
-    return f"{rank} of {mesh.size()}, {', '.join(map(repr, placements))}"
 
 
 @contextlib.contextmanager
@@ -157,12 +145,19 @@ def choose_entry(path: str, entries: Entries, entry: str | None) -> str:
 def fault_of_parts(weights: Mapping[str, Any]) -> str:
     """Return a message with advice if these are the parts of one rank; ``""`` if they are whole."""
     for key, value in weights.items():
-        if part := part_of(value):
-            return (
-                f"It holds one part of a sharded checkpoint: {quoted(key)} is the part of {part}. During training, "
-                "save the full weights from torch.distributed.checkpoint.state_dict.get_model_state_dict with "
-                "StateDictOptions(full_state_dict=True)."
-            )
+        if not is_sharded(value):
+            continue
+        mesh, placements = value.device_mesh, value.placements
+        if all(mesh.size(dim) == 1 or placement.is_replicate() for dim, placement in enumerate(placements)):
+            continue
+        place = mesh.get_coordinate()
+        rank = "a rank" if place is None else f"rank {int(mesh.mesh[tuple(place)])}"
+        part = f"{rank} of {mesh.size()}, {', '.join(map(repr, placements))}"
+        return (
+            f"It holds one part of a sharded checkpoint: {quoted(key)} is the part of {part}. During training, "
+            "save the full weights from torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+            "StateDictOptions(full_state_dict=True)."
+        )
     return ""
 
 

@@ -1,7 +1,9 @@
-"""The description of a checkpoint file before loading: tensors, objects, and the location of the weights."""
+"""The description of a checkpoint file before loading: tensors, objects, the location of the weights, and faults."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 import os
 import zlib
@@ -9,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
-from lightning_gpu_tools.checkpoints.faults import damaged, faults_of
-from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
-from lightning_gpu_tools.units import printable
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
+from lightning_gpu_tools.units import printable, printable_path
 
 # Usual ends of the names of checkpoint files: of those found in a folder, and of the targets of `convert`.
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
@@ -35,6 +36,50 @@ DTYPE_OF_STORAGE = {
 }  # fmt: skip
 # Python's recursion limit is 1,000, and copying takes three calls per level.
 MAX_DEPTH = 200
+
+
+class Fault(Exception):
+    """The reason that a file is not a valid checkpoint."""
+
+    def __init__(self, what: str, advice: str = "") -> None:
+        super().__init__(what, advice)
+        self.what = what  # without the subject: "is empty"
+        self.advice = advice
+
+
+RESTORE = "Copy or download it again, or use an earlier checkpoint."
+
+
+def damaged(what: str) -> Fault:
+    """Return the fault for a file that contradicts itself."""
+    return Fault(f"is damaged: {what}", RESTORE)
+
+
+@contextlib.contextmanager
+def faults_of(path: object) -> Iterator[None]:
+    """Turn a :class:`Fault` into an error that names the file."""
+    try:
+        yield
+    except Fault as fault:
+        raise BrokenCheckpointError(f"{printable_path(path)} {fault.what}. {fault.advice}".rstrip()) from None
+    except RecursionError:
+        raise BrokenCheckpointError(f"{printable_path(path)} nests its contents too deeply, or endlessly.") from None
+
+
+@contextlib.contextmanager
+def any_error_is(fault: Fault) -> Iterator[None]:
+    """Raise ``fault`` instead of any error that damaged or hostile contents cause."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (Fault, CheckpointError)) or not comes_from_contents(error):
+            raise
+        raise fault from None
+
+
+def comes_from_contents(error: Exception) -> bool:
+    """Return whether the contents, not the disk, caused the error. Impossible offsets in them cause EINVAL."""
+    return not isinstance(error, OSError) or error.errno in (None, errno.EINVAL)
 
 
 # Not frozen: that takes three times as long, and a file may describe 300,000 of them.
@@ -92,36 +137,6 @@ class Place:
     file: str
     start: int
     size_bytes: int
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class Opaque:
-    """An inert placeholder for an object that only running code could build."""
-
-    is_plain: bool = False  # whether weights_only=True would build it
-    kind: str = ""  # class or function that would build it, "module.name"; "" if unknown
-    state: Any = ()  # state that it would get, or arguments of the call that would build it
-    items: dict[Any, Any] | None = None  # items that it would get
-
-
-class Elements(tuple[Any, ...]):
-    """The elements of a set or a shape, not hashed."""
-
-    __slots__ = ()
-
-
-class StandIn:
-    """A placeholder for a class, a function or a constant; ``str()`` returns the name."""
-
-    __slots__ = ("is_plain", "module", "name")
-
-    def __init__(self, module: str, name: str) -> None:
-        self.module = module
-        self.name = name
-        self.is_plain = not beyond_plain_data([f"{module}.{name}"])
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
 
 
 def are_sizes(numbers: Sequence[Any]) -> bool:

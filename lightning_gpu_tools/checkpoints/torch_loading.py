@@ -1,24 +1,40 @@
-"""Loading of files: plain content is built from its description, and torch loads the rest."""
+"""Loading of open files: plain content is built from its description with mapped tensors, and torch loads the rest.
+
+Tensors in several parts are joined when they are used.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import io
+import os
 import pickle
 import re
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from lightning_gpu_tools.checkpoints.content import Entries, put_weights
-from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
-from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, moved, path_of
-from lightning_gpu_tools.checkpoints.structure import MAX_DEPTH, Opaque, StorageInfo, Structure, TensorInfo
-from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
+from lightning_gpu_tools.checkpoints.inert_pickle import Opaque, beyond_plain_data, explain_blocked
+from lightning_gpu_tools.checkpoints.structure import (
+    MAX_DEPTH,
+    Fault,
+    Part,
+    SplitTensorInfo,
+    StorageInfo,
+    Structure,
+    TensorInfo,
+    comes_from_contents,
+    damaged,
+    faults_of,
+)
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable
 
@@ -33,7 +49,7 @@ def load_file(structure: Structure, map_location: Any, weights_only: bool) -> An
     if not structure.is_of_torch:
         for info in structure.content.values():
             dtype_of(info.dtype)  # which an older torch may lack
-        weights = _Builder(structure).build(structure.content)
+        weights = _builder(structure)(structure.content)
         return OrderedDict((name, moved(value, map_location)) for name, value in weights.items())
     if weights_only:
         if refused := refusal(structure):
@@ -41,7 +57,7 @@ def load_file(structure: Structure, map_location: Any, weights_only: bool) -> An
         _warn_of_old_torch()
         if map_location == "cpu":
             with contextlib.suppress(NotPlainError):
-                return _Builder(structure).build(structure.content)
+                return _builder(structure)(structure.content)
     file = structure.file
     mapped = bool(structure.records) and not isinstance(file, io.BytesIO)  # torch maps only zip files
     file.seek(0)
@@ -50,11 +66,16 @@ def load_file(structure: Structure, map_location: Any, weights_only: bool) -> An
             source = path_of(file) if mapped else file
             return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mapped)
     except Exception as error:  # damaged or hostile bytes can cause any error in torch
-        explained = _explained(structure, error, weights_only, map_location)
-        if explained is None:
+        if weights_only and isinstance(error, pickle.UnpicklingError):
+            reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
+            why = reason[1] if reason else type(error).__name__
+            foreign = beyond_plain_data(structure.globals)
+            raise UnsafeCheckpointError(explain_blocked(structure.path, foreign, structure.filled, why)) from None
+        asked_for = not weights_only or map_location != "cpu"  # the caller's class or device may be the cause
+        if asked_for or isinstance(error, MemoryError) or not comes_from_contents(error):
             raise
         with faults_of(structure.path):
-            raise explained from None
+            raise damaged(f"its contents cannot be rebuilt ({type(error).__name__})") from None
 
 
 @functools.cache
@@ -69,7 +90,7 @@ def _warn_of_old_torch() -> None:
 
 def described_weights(structure: Structure, entries: Entries) -> tuple[Any, dict[str, dict[str, str]]]:
     """Return the content with tensors as weights, and entry -> key -> kind of the omitted values."""
-    build = _Builder(structure, weights_alone=True).build
+    build = _builder(structure, weights_alone=True)
     sets: dict[str, OrderedDict[str, Any]] = {}
     left_out: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for entry, weights in entries.items():
@@ -84,53 +105,48 @@ def described_weights(structure: Structure, entries: Entries) -> tuple[Any, dict
     return put_weights(structure.content, sets), left_out
 
 
-class _Builder:
-    """A builder of content from its description, with mapped tensors, in half of torch's time.
+def _builder(structure: Structure, *, weights_alone: bool = False) -> Callable[[Any], Any]:
+    """Return a function that builds content from its description, with mapped tensors, in half of torch's time.
 
-    Raises :class:`NotPlainError` for anything but plain data and tensors. ``weights_alone``: make parameters tensors.
+    It raises :class:`NotPlainError` for anything but plain data and tensors. Parameters become tensors if
+    ``weights_alone``.
     """
+    file: Any = mapped_bytes(structure.file).untyped_storage()
+    storages: dict[str, Any] = {}
+    made: dict[int, Any] = {}  # so that shared objects stay shared
 
-    def __init__(self, structure: Structure, *, weights_alone: bool = False) -> None:
-        self._file: Any = mapped_bytes(structure.file).untyped_storage()
-        self._places = structure.places
-        self._storages: dict[str, Any] = {}
-        self._weights_alone = weights_alone
-        self._made: dict[int, Any] = {}  # so that shared objects stay shared
-
-    def build(self, value: Any, depth: int = 0) -> Any:
+    def build(value: Any, depth: int = 0) -> Any:
         kind = type(value)
         if kind in _ATOMS:
             return value
         if depth > MAX_DEPTH:
             raise RecursionError
-        if id(value) in self._made:
-            return self._made[id(value)]
+        if id(value) in made:
+            return made[id(value)]
         built: Any
         if isinstance(value, TensorInfo):
-            if not is_plain(value) or (value.is_parameter and not self._weights_alone):
+            if not is_plain(value) or (value.is_parameter and not weights_alone):
                 raise NotPlainError(value.kind or value.dtype)
+            storage: Any = value.storage
+            if storage.key not in storages:  # its numbers are a part of the mapped file
+                start = structure.places[storage.key]
+                storages[storage.key] = file[start : start + storage.size_bytes]
             empty: Any = torch.empty(0, dtype=dtype_of(value.dtype), device="cpu")
-            built = empty.set_(self._storage(value.storage), value.offset, value.shape, value.strides)
+            built = empty.set_(storages[storage.key], value.offset, value.shape, value.strides)
         elif kind in (dict, OrderedDict, Counter):
             built = kind()
             for key, item in value.items():
-                built[self.build(key, depth + 1)] = self.build(item, depth + 1)
+                built[build(key, depth + 1)] = build(item, depth + 1)
             if attributes := getattr(value, "__dict__", None):
-                vars(built).update(self.build(attributes, depth + 1))
+                vars(built).update(build(attributes, depth + 1))
         elif kind in (list, tuple):
-            built = kind(self.build(item, depth + 1) for item in value)
+            built = kind(build(item, depth + 1) for item in value)
         else:
             raise NotPlainError(value.kind if isinstance(value, Opaque) else kind.__name__)
-        self._made[id(value)] = built
+        made[id(value)] = built
         return built
 
-    def _storage(self, described: Any) -> Any:
-        """Return the numbers of a storage as a part of the mapped file."""
-        key = described.key
-        if key not in self._storages:
-            start = self._places[key]
-            self._storages[key] = self._file[start : start + described.size_bytes]
-        return self._storages[key]
+    return build
 
 
 _ATOMS = frozenset({str, int, float, bool, bytes, bytearray, type(None)})
@@ -167,19 +183,6 @@ def is_plain(tensor: Any) -> bool:
 _REGISTERED_BY = {"torch.distributed.": "torch.distributed.tensor", "torch.nested._internal.": "torch._dynamo"}
 
 
-def _explained(structure: Structure, error: Exception, weights_only: bool, map_location: Any) -> Exception | None:
-    """Return an error that explains why torch could not load a file; ``None`` if torch's error is better."""
-    if weights_only and isinstance(error, pickle.UnpicklingError):
-        reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
-        foreign = beyond_plain_data(structure.globals)
-        why = reason[1] if reason else type(error).__name__
-        return UnsafeCheckpointError(explain_blocked(structure.path, foreign, structure.filled, why))
-    asked_for = not weights_only or map_location != "cpu"  # the caller's class or device may be the cause
-    if asked_for or isinstance(error, MemoryError) or not comes_from_contents(error):
-        return None
-    return Fault(f"is damaged: its contents cannot be rebuilt ({type(error).__name__})", RESTORE)
-
-
 def refusal(structure: Structure) -> UnsafeCheckpointError | None:
     """Return the error if the description shows that ``weights_only=True`` refuses a file."""
     for prefix, module in _REGISTERED_BY.items():
@@ -191,3 +194,113 @@ def refusal(structure: Structure) -> UnsafeCheckpointError | None:
     allowed = {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in items}
     blocked = calls or [name for name in foreign if name not in allowed]
     return UnsafeCheckpointError(explain_blocked(structure.path, blocked, structure.filled)) if blocked else None
+
+
+def path_of(file: BinaryIO) -> str:
+    """Return a path of an open file, even if another file is now at its old path."""
+    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"  # macOS
+    return f"{folder}/{file.fileno()}"
+
+
+def mapped_bytes(file: BinaryIO) -> torch.Tensor:
+    """Return all bytes of an open file, mapped unless they are in memory."""
+    if isinstance(file, io.BytesIO):
+        return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    size_bytes = file.seek(0, os.SEEK_END)
+    return torch.from_file(path_of(file), shared=False, size=size_bytes, dtype=torch.uint8)
+
+
+def moved(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
+    """Return the tensor on the device ``map_location``, if that is a device or its name."""
+    is_device = isinstance(map_location, (str, torch.device)) and str(map_location) != "cpu"
+    return tensor.to(map_location) if is_device else tensor
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype with this name; raise a :class:`Fault` if only a newer torch has it."""
+    dtype: torch.dtype | None = getattr(torch, name, None)
+    if dtype is None:
+        what = f"holds torch.{printable(name)}, which torch {torch.__version__} does not have"
+        raise Fault(what, "Update torch.")
+    return dtype
+
+
+def with_numbers(content: Any, shards: Mapping[str, Structure], map_location: Any, made: Callable[[Any], Any]) -> Any:
+    """Return the content of a folder with descriptions replaced by tensors, and other leaves by ``made(leaf)``."""
+    numbers: dict[str, torch.UntypedStorage] = {}
+    copies: dict[int, Any] = {}
+
+    def replaced(value: Any) -> Any:
+        if id(value) in copies:
+            return copies[id(value)]
+        if type(value) in (dict, OrderedDict, list):
+            copies[id(value)] = container = copy.copy(value)  # with the _metadata of a state_dict
+            for key, item in enumerate(value) if isinstance(value, list) else value.items():
+                container[key] = replaced(item)
+        elif isinstance(value, SplitTensorInfo):
+            for part in value.parts:
+                if part.file not in numbers and 0 not in part.shape:
+                    numbers[part.file] = mapped_bytes(shards[part.file].file).untyped_storage()
+            copies[id(value)] = moved(_joined(value, numbers), map_location)
+        else:
+            copies[id(value)] = made(value)
+        return copies[id(value)]
+
+    return replaced(content)
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor that is rebuilt for each operation, so that it takes no memory in between.
+
+    Results of operations, copies and saved tensors are ordinary tensors.
+    """
+
+    _make: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> LazyTensor:  # noqa: D102
+        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        lazy._make = make
+        return lazy
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy._make(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def data_ptr(self) -> int:
+        """Return a unique number: this tensor has no address in memory."""
+        return id(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied: torch.Tensor = memo.setdefault(id(self), self._make())
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._make().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
+    """Return a mapped tensor if its numbers are in one place; otherwise one that is rebuilt for each use."""
+    dtype, shape = dtype_of(info.dtype), info.shape or ()
+    if len(info.parts) == 1:
+        return _block(info.parts[0], dtype, numbers).reshape(shape)
+
+    def join() -> torch.Tensor:
+        whole = torch.empty(info.laid_out, dtype=dtype, device="cpu")
+        for part in info.parts:
+            place = whole[tuple(slice(at, at + size) for at, size in zip(part.offsets, part.shape, strict=True))]
+            place.copy_(_block(part, dtype, numbers))
+        return whole.view(shape)
+
+    return LazyTensor(shape, dtype, join)
+
+
+def _block(part: Part, dtype: torch.dtype, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
+    if 0 in part.shape:
+        return torch.empty(part.shape, dtype=dtype, device="cpu")
+    last = sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))
+    block = numbers[part.file][part.start : part.start + (last + 1) * dtype.itemsize]
+    return torch.empty(0, dtype=dtype, device="cpu").set_(block, 0, part.shape, part.strides)

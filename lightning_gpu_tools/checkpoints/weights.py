@@ -14,8 +14,9 @@ from torch import nn
 from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.checkpoints.content import Entries, likely
 from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights, has_same_numbers
+from lightning_gpu_tools.checkpoints.inert_pickle import describe_unread
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, is_average, plan_renaming, preferred, quoted
-from lightning_gpu_tools.checkpoints.key_tree import counted, list_groups, shortened
+from lightning_gpu_tools.checkpoints.key_tree import list_groups, shortened
 from lightning_gpu_tools.checkpoints.model_keys import read_model
 from lightning_gpu_tools.checkpoints.reading import read_weights
 from lightning_gpu_tools.checkpoints.sources import checkpoint_at
@@ -27,14 +28,13 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     shapes_of,
     weights_in,
 )
-from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     CheckpointError,
     CheckpointMismatchError,
 )
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.units import plural, printable, printable_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +256,7 @@ def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unre
         "other shape": tuple(plan.clashes),
     }
     words = (
-        f"{printable(Path(path).name)}: loaded {counted(len(loaded) - len(plan.tied), 'weight')}",
+        f"{printable(Path(path).name)}: loaded {plural(len(loaded) - len(plan.tied), 'weight')}",
         plan.describe(),
         f"{len(plan.tied)} more {'is' if len(plan.tied) == 1 else 'are'} tied to them" if plan.tied else "",
         *(f"{label}: {list_groups(keys)}" for label, keys in lists.items() if keys),

@@ -1,21 +1,42 @@
-"""All-or-nothing writing of checkpoint files, without a second copy of the weights in memory."""
+"""All-or-nothing writing of checkpoints, as they are or converted: other keys, precision or format."""
 
 from __future__ import annotations
 
 import json
 import os
 import struct
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Any, BinaryIO
 
 import torch
 
+from lightning_gpu_tools.checkpoints.content import (
+    MODEL_STATES,
+    is_lightning_checkpoint,
+    put_weights,
+)
+from lightning_gpu_tools.checkpoints.copying import changed_number
 from lightning_gpu_tools.checkpoints.formats.safetensors import DTYPE_OF_SAFETENSORS
-from lightning_gpu_tools.checkpoints.key_tree import list_groups
-from lightning_gpu_tools.checkpoints.state_dicts import is_dense, same_tensors
-from lightning_gpu_tools.errors import CheckpointError
+from lightning_gpu_tools.checkpoints.inert_pickle import describe_unread
+from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, quoted
+from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, list_groups
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
+from lightning_gpu_tools.checkpoints.state_dicts import (
+    check_numbers,
+    check_repetition,
+    choose_entry,
+    errors_about,
+    is_dense,
+    others_of_this_model,
+    rename_optimizers,
+    same_tensors,
+    weights_in,
+    whole_weights,
+)
+from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.files import writing
-from lightning_gpu_tools.units import printable_path
+from lightning_gpu_tools.units import plural, printable, printable_path
 
 _SAFETENSORS_DTYPES = {
     getattr(torch, dtype): name
@@ -95,3 +116,95 @@ class _Watched:
     def __exit__(self, *_: object) -> None:
         if self._error is not None:
             raise self._error from None
+
+
+def convert(
+    source: str,
+    target: str,
+    *,
+    entry: str | None,
+    keep_prefix: bool,
+    drop_root: str,
+    add_root: str,
+    dtype: torch.dtype | None,
+    weights_only: bool,
+) -> str:
+    """Convert ``source`` to ``target``, as safetensors if it ends in ``.safetensors``, and return a summary.
+
+    The other arguments are the command's options.
+    """
+    as_safetensors = target.endswith(".safetensors")
+    leaves_out_rest = as_safetensors or weights_only
+    content, unread = read_weights(source) if leaves_out_rest else (read_checkpoint(source), None)
+    entries = weights_in(content, source)
+    entry = choose_entry(source, entries, entry)
+    others = others_of_this_model(entry, entries)
+    only_weights = leaves_out_rest or not entry
+    plans: dict[str, RenamePlan] = {}
+    converted: dict[str, OrderedDict[str, Any]] = {}
+    for name in (entry,) if only_weights else (entry, *others):
+        weights = whole_weights(source, entries[name])
+        # Lightning removes its own wrappers, so a `module` in its files is an attribute of the model.
+        is_lightnings = is_lightning_checkpoint(content) and name in MODEL_STATES
+        around_all = not (keep_prefix or is_lightnings or drop_root.startswith(f"{WRAPPER_SEGMENT}."))
+        with errors_about(source):
+            names = clean_names(weights, around_all=around_all)
+        kept = {key: clean for key, clean in names.items() if clean.startswith(drop_root)}
+        if drop_root and not kept:
+            root = printable(repr(drop_root))
+            raise CheckpointMismatchError(f"{printable_path(source)}: no key begins with {root}. Check --drop-root.")
+        plans[name] = RenamePlan(
+            renames={key: add_root + clean.removeprefix(drop_root) for key, clean in kept.items()},
+            unused=tuple(key for key in weights if key not in kept),
+        )
+        converted[name] = _converted(source, weights, plans[name], dtype, as_safetensors)
+    plan = plans[entry]
+    if as_safetensors:
+        write_safetensors(converted[entry], target)
+    elif only_weights:
+        write_checkpoint(converted[entry], target)
+    else:
+        whole = put_weights(content, converted)
+        if is_lightning_checkpoint(content) and entry in MODEL_STATES and "optimizer_states" in content:
+            whole["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
+        write_checkpoint(whole, target)
+    done = [plural(len(converted[entry]), "weight") + (f" of {quoted(entry)}" if others else ""), plan.describe()]
+    if plan.unused:
+        done.append(f"dropped: {list_groups(plan.unused)}")
+    if others:
+        named = ", ".join(map(quoted, others))
+        done.append(f"without {named} (select with --entry)" if only_weights else f"also converted {named}")
+    if unread is not None:
+        done.append(describe_unread(unread.classes))
+    return f"{printable_path(target)}: {', '.join(filter(None, done))}"
+
+
+def _converted(
+    path: str, weights: Mapping[str, Any], plan: RenamePlan, dtype: torch.dtype | None, as_safetensors: bool
+) -> OrderedDict[str, Any]:
+    """Return the weights with new names and precision, still tied, without the rest of their storages."""
+    converted = plan.apply(weights)
+    check_numbers(path, converted)
+    if dtype is not None or as_safetensors:
+        check_repetition(path, {key: value for key, value in converted.items() if is_dense(value)})
+    identity = same_tensors(converted)
+    made: dict[Hashable, Any] = {}
+    beyond_range = []
+    for key, value in converted.items():
+        same = identity.get(key, key)
+        if same not in made:
+            made[same] = value
+            is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if dtype is not None and is_number and value.dtype is not dtype:
+                made[same] = value.detach().to(dtype)
+                if changed_number(value, dtype):
+                    beyond_range.append(key)
+            elif type(value) is torch.Tensor and is_dense(value) and value.untyped_storage().nbytes() > value.nbytes:
+                made[same] = value.detach().clone()
+        converted[key] = made[same]
+    if beyond_range:
+        raise CheckpointError(
+            f"{printable_path(path)}: values of {list_groups(beyond_range)} are beyond the range of {dtype} "
+            "and would become infinite. Use a dtype with a larger range, bfloat16 or float64, or omit --dtype."
+        )
+    return converted

@@ -33,10 +33,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.inert_pickle import beyond_plain_data
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights, verify_checkpoint
 from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, TensorInfo
-from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import CheckpointError, UnsafeCheckpointError
 
@@ -225,7 +225,6 @@ def test_a_description_that_contradicts_the_file_is_refused(case: str, tmp_path:
 PEAK = """
 import io, sys
 from pathlib import Path
-from lightning_gpu_tools.checkpoints.inert_pickle import InertUnpickler
 
 def peak_kib():  # of this program alone; getrusage also counts the one that started it
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])

@@ -10,16 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
-from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged
-from lightning_gpu_tools.checkpoints.opening import Folder, is_plain_name
+from lightning_gpu_tools.checkpoints.formats import Folder, is_plain_name
 from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
     Assembly,
+    Fault,
     Part,
     SplitTensorInfo,
     Structure,
     TensorInfo,
+    any_error_is,
     are_sizes,
+    damaged,
 )
 from lightning_gpu_tools.units import printable
 
@@ -60,7 +62,11 @@ def folder_in(path: str) -> str:
 
 def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     """Describe the checkpoint in a folder."""
-    model_names, optimizer_names = (_by_rank(pattern, names) for pattern in (_MODEL_OF_RANK, _OPTIMIZER_OF_RANK))
+    by_rank: list[dict[int, str]] = [
+        {int(match[1]): name for name in names if (match := pattern.fullmatch(name))}
+        for pattern in (_MODEL_OF_RANK, _OPTIMIZER_OF_RANK)
+    ]
+    model_names, optimizer_names = ([found[rank] for rank in sorted(found)] for found in by_rank)
     others = {name for name in names if FILES.fullmatch(name)} - {_WHOLE_MODEL, *model_names, *optimizer_names}
     if others:
         raise Fault(
@@ -102,11 +108,6 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
         return {**{name: entry for name, entry in content.items() if name not in _OWN_ENTRIES}, "state_dict": weights}
 
     return Assembly("deepspeed", {shard.name: shard for shard in (*models, *optimizers)}, (loaded,), assemble)
-
-
-def _by_rank(pattern: re.Pattern[str], names: set[str]) -> list[str]:
-    found = {int(match[1]): name for name in names if (match := pattern.fullmatch(name))}
-    return [found[rank] for rank in sorted(found)]
 
 
 def _check_ranks(shards: Shards) -> None:

@@ -9,9 +9,9 @@ import operator
 import struct
 from typing import Any, BinaryIO
 
-from lightning_gpu_tools.checkpoints.faults import Fault
 from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
+    Fault,
     StorageInfo,
     Structure,
     TensorInfo,

@@ -6,13 +6,12 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
-from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged
+from lightning_gpu_tools.checkpoints.formats import Folder
 from lightning_gpu_tools.checkpoints.formats.safetensors import without_repeats
 from lightning_gpu_tools.checkpoints.key_tree import list_groups, listed
-from lightning_gpu_tools.checkpoints.opening import Folder
-from lightning_gpu_tools.checkpoints.structure import Assembly
+from lightning_gpu_tools.checkpoints.structure import RESTORE, Assembly, Fault, any_error_is, damaged
 from lightning_gpu_tools.units import printable
 
 # Names by Hugging Face's tools: model.safetensors.index.json or .index.fp16.json, and model-00001-of-00002.safetensors.
@@ -30,7 +29,11 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
         raise Fault("is a folder", f"It holds {len(indexes)} checkpoints. Use one of them: {listed(indexes)}")
     if not indexes:
         raise Fault("holds shards of a checkpoint without their index", "Copy or download all files.")
-    file_of = _read_index(folder.open(indexes[0]))
+    with any_error_is(damaged("it is not an index of shards")):  # nor is longer text, which is cut off here
+        text = folder.open(indexes[0]).read(_MAX_INDEX_BYTES)
+        file_of: dict[str, str] = dict(json.loads(text, object_pairs_hook=without_repeats)["weight_map"])
+        if not file_of or not all(isinstance(name, str) for name in file_of.values()):
+            raise ValueError("no names of files")
     files = folder.check_names(file_of.values())
     numbered = [match for match in map(_SHARD.fullmatch, files) if match]
     if len(numbered) == len(files) and {int(match[1]) for match in numbered} != set(range(1, int(numbered[0][2]) + 1)):
@@ -39,15 +42,6 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     return Assembly(
         next(iter(shards.values())).format, shards, tuple(files), lambda contents: _merged(file_of, contents)
     )
-
-
-def _read_index(file: BinaryIO) -> dict[str, str]:
-    """Return the file of each weight."""
-    with any_error_is(damaged("it is not an index of shards")):  # nor is longer text, which is cut off here
-        weight_map = json.loads(file.read(_MAX_INDEX_BYTES), object_pairs_hook=without_repeats)["weight_map"]
-        if weight_map and all(isinstance(name, str) for name in weight_map.values()):
-            return dict(weight_map)
-        raise ValueError("no names of files")
 
 
 def _merged(file_of: Mapping[str, str], contents: Mapping[str, Any]) -> OrderedDict[str, Any]:

@@ -9,23 +9,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, BinaryIO, NamedTuple
 
+from lightning_gpu_tools.checkpoints import formats
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
-from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged
-from lightning_gpu_tools.checkpoints.inert_pickle import InertUnpickler
-from lightning_gpu_tools.checkpoints.opening import Folder
-from lightning_gpu_tools.checkpoints.opening import describe as describe_file
+from lightning_gpu_tools.checkpoints.inert_pickle import InertUnpickler, Opaque
 from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
     MAX_DEPTH,
+    RESTORE,
     Assembly,
-    Opaque,
+    Fault,
     Part,
     Place,
     Record,
     SplitTensorInfo,
     Structure,
     TensorInfo,
+    any_error_is,
     are_sizes,
+    damaged,
     is_shape,
 )
 from lightning_gpu_tools.units import printable
@@ -56,7 +57,7 @@ class _Slice(io.RawIOBase):
         return len(data)
 
 
-def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
+def describe(folder: formats.Folder, names: set[str], *, to_load: bool) -> Assembly:
     """Describe the checkpoint in a folder, with the places of all numbers only if ``to_load``."""
     if _METADATA not in names:
         fault = "is a checkpoint by torch.distributed.checkpoint without .metadata, which is written last"
@@ -144,7 +145,7 @@ def _state(described: Any, kind: str) -> Any:
     return described.state
 
 
-def _files_of(places: list[Place], folder: Folder) -> dict[str, Structure]:
+def _files_of(places: list[Place], folder: formats.Folder) -> dict[str, Structure]:
     """Return the files, still without content; raise if one is too short, or if two objects overlap."""
     end = dict.fromkeys(folder.check_names(place.file for place in places), 0)
     for place in sorted(places, key=lambda place: (place.file, place.start)):
@@ -167,7 +168,7 @@ def _described(shards: Mapping[str, Structure], place: Place) -> Structure:
     """Describe the object at a place, and add its records to those of its file."""
     whole = shards[place.file]
     part: Any = _Slice(whole.file, place)
-    found = describe_file(part, whole.path)
+    found = formats.describe(part, whole.path)
     records: dict[str, Record] = whole.records  # type: ignore[assignment]
     for name, record in found.records.items():
         records[f"{place.start}/{name}"] = record._replace(file=whole.file, start=place.start + record.start)

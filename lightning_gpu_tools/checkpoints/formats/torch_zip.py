@@ -9,10 +9,9 @@ from io import BytesIO
 from typing import BinaryIO
 
 from lightning_gpu_tools.checkpoints.content import all_state_dicts
-from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, damaged
-from lightning_gpu_tools.checkpoints.file_kinds import compressed, is_torchs, other_zip
+from lightning_gpu_tools.checkpoints.formats import compressed, is_torchs, other_zip
 from lightning_gpu_tools.checkpoints.inert_pickle import InertUnpickler
-from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, Record, Structure
+from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, RESTORE, Fault, Record, Structure, damaged
 from lightning_gpu_tools.units import format_bytes, printable
 
 NAME = "zip"
