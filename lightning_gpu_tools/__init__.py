@@ -11,20 +11,21 @@ from lightning_gpu_tools.trainer.entry_points import register_strategies as _reg
 
 TYPE_CHECKING = False  # recognized by type checkers, without importing `typing`
 if TYPE_CHECKING:
-    from lightning_gpu_tools.checkpoints.weights import load_weights
-    from lightning_gpu_tools.errors import LightningGpuToolsError
-    from lightning_gpu_tools.loaders.search import find_loader_settings
-    from lightning_gpu_tools.memory.free_memory import free_memory
-    from lightning_gpu_tools.reports.report_file import load_report
-    from lightning_gpu_tools.selection.picking import list_gpus, select_gpus
-    from lightning_gpu_tools.trainer.accelerator import FreeMemoryCUDAAccelerator
-    from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
-    from lightning_gpu_tools.trainer.exact_resume import ExactResume
-    from lightning_gpu_tools.trainer.gpu_utilization_advisor import GPUUtilizationAdvisor
-    from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
-    from lightning_gpu_tools.trainer.load_from_checkpoint import load_from_checkpoint
-    from lightning_gpu_tools.trainer.num_workers_finder import NumWorkersFinder
-    from lightning_gpu_tools.trainer.watch import watch
+    from lightning_gpu_tools.checkpoints.weights import load_weights as load_weights
+    from lightning_gpu_tools.errors import LightningGpuToolsError as LightningGpuToolsError
+    from lightning_gpu_tools.loaders.search import find_loader_settings as find_loader_settings
+    from lightning_gpu_tools.memory.free_memory import free_memory as free_memory
+    from lightning_gpu_tools.reports.report_file import load_report as load_report
+    from lightning_gpu_tools.selection.picking import list_gpus as list_gpus
+    from lightning_gpu_tools.selection.picking import select_gpus as select_gpus
+    from lightning_gpu_tools.trainer.accelerator import FreeMemoryCUDAAccelerator as FreeMemoryCUDAAccelerator
+    from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO as PortableCheckpointIO
+    from lightning_gpu_tools.trainer.exact_resume import ExactResume as ExactResume
+    from lightning_gpu_tools.trainer.gpu_utilization_advisor import GPUUtilizationAdvisor as GPUUtilizationAdvisor
+    from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor as GPUUtilizationMonitor
+    from lightning_gpu_tools.trainer.load_from_checkpoint import load_from_checkpoint as load_from_checkpoint
+    from lightning_gpu_tools.trainer.num_workers_finder import NumWorkersFinder as NumWorkersFinder
+    from lightning_gpu_tools.trainer.watch import watch as watch
 
 _MODULE_OF = {
     "ExactResume": "trainer.exact_resume",
@@ -44,24 +45,7 @@ _MODULE_OF = {
     "watch": "trainer.watch",
 }
 
-__all__ = [
-    "ExactResume",
-    "FreeMemoryCUDAAccelerator",
-    "GPUUtilizationAdvisor",
-    "GPUUtilizationMonitor",
-    "LightningGpuToolsError",
-    "NumWorkersFinder",
-    "PortableCheckpointIO",
-    "__version__",
-    "find_loader_settings",
-    "free_memory",
-    "list_gpus",
-    "load_from_checkpoint",
-    "load_report",
-    "load_weights",
-    "select_gpus",
-    "watch",
-]
+__all__ = ["__version__", *_MODULE_OF]
 
 
 def _on_first_use(module: str, name: str, module_of: dict[str, str]) -> object:

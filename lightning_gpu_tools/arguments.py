@@ -28,7 +28,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Make a function raise a ``TypeError`` with the name and value of a keyword-only argument of a wrong type.
 
-    Only annotations whose parts are all in ``_KINDS`` are checked.
+    Other annotations than those in ``_KINDS`` fit every value.
     """
     code: Any = getattr(function, "__code__")  # noqa: B009 - types do not declare it
     names = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
@@ -37,21 +37,15 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         for name in kinds.keys() & kwargs.keys():
-            _check(name, kwargs[name], kinds[name])
+            value = kwargs[name]
+            is_flag = isinstance(value, bool) and "bool" not in kinds[name]  # to Python, True is an integer
+            expected = [_KINDS.get(kind, ((object,), "")) for kind in kinds[name]]
+            if is_flag or not any(isinstance(value, types) for types, _ in expected):
+                words = " or ".join(words for _, words in expected)
+                raise TypeError(f"{name} must be {words}, got {printable(repr(value))}.")
         return function(*args, **kwargs)
 
     return call
-
-
-def _check(name: str, value: object, kinds: list[str]) -> None:
-    if not all(kind in _KINDS for kind in kinds):
-        return
-    for kind in kinds:
-        is_flag = isinstance(value, bool) and kind != "bool"  # to Python, True is an integer
-        if isinstance(value, _KINDS[kind][0]) and not is_flag:
-            return
-    expected = " or ".join(_KINDS[kind][1] for kind in kinds)
-    raise TypeError(f"{name} must be {expected}, got {printable(repr(value))}.")
 
 
 def path_text(path: str | os.PathLike[str]) -> str:

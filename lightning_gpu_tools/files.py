@@ -46,21 +46,18 @@ def scratch_prefix() -> str:
             process = ProcessId(
                 kernel=kernel, namespace=f"pid:[{namespace}]", pid=int(pid), started_ticks=int(started_ticks) or None
             )
-            if is_running(process) is False:
-                _remove_own(entry)
+            if is_running(process) is not False:
+                continue
+            with contextlib.suppress(OSError):  # another process just removed it
+                if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                else:
+                    os.unlink(entry.path)
     own = process_id(os.getpid())
     namespace = re.sub(r"\D", "", own["namespace"] or "") or "0"
     return f"lightning-gpu-tools-{own['kernel']}-{namespace}-{own['pid']}-{own['started_ticks'] or 0}-"
-
-
-def _remove_own(entry: os.DirEntry[str]) -> None:
-    with contextlib.suppress(OSError):  # another process just removed it
-        if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
-            return
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path, ignore_errors=True)
-        else:
-            os.unlink(entry.path)
 
 
 @contextlib.contextmanager
@@ -205,13 +202,27 @@ def replacing(path: str) -> Iterator[BinaryIO]:
                 yield device
             return
         sweep(directory)
-        temporary, file = _open_temporary(directory)
-        with file:
+        while True:
+            temporary = os.path.join(directory, f"{_prefix()}{secrets.token_hex(8)}.part")
+            # Not with tempfile, which ignores the umask.
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            _try_lock(descriptor)
+            if os.fstat(descriptor).st_nlink:
+                break
+            os.close(descriptor)  # another process removed it before it was locked
+        with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
             os.replace(temporary, path)
-        _sync_directory(directory)
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _CANNOT_SYNC_DIRECTORY:
+                raise
+        finally:
+            os.close(descriptor)
     except OSError as error:
         reason = f"{error.strerror or error}, while saving (an older file at this path is unchanged)"
         raise OSError(error.errno, reason, path) from error
@@ -239,17 +250,6 @@ def _prefix() -> str:
     return f".lightning-gpu-tools-{running_kernel()}-"
 
 
-def _open_temporary(directory: str) -> tuple[str, BinaryIO]:
-    while True:
-        temporary = os.path.join(directory, f"{_prefix()}{secrets.token_hex(8)}.part")
-        # Not with tempfile, which ignores the umask.
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        _try_lock(descriptor)
-        if os.fstat(descriptor).st_nlink:
-            return temporary, os.fdopen(descriptor, "wb")
-        os.close(descriptor)  # another process removed it before it was locked
-
-
 def _try_lock(descriptor: int) -> bool:
     """Lock the file until the process ends; return ``False`` if it is already locked or locks do not work."""
     try:
@@ -257,17 +257,6 @@ def _try_lock(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _sync_directory(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC_DIRECTORY:
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _place(path: str | os.PathLike[str]) -> tuple[Any, str]:

@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING
 from lightning_gpu_tools import _on_first_use
 
 if TYPE_CHECKING:
-    from lightning_gpu_tools.advice.findings import Diagnosis, Finding
-    from lightning_gpu_tools.advice.loader_plan import LoaderResult, LoaderTrial
-    from lightning_gpu_tools.checkpoints.weights import LoadReport
-    from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading
-    from lightning_gpu_tools.memory.free_memory import FreedMemory
-    from lightning_gpu_tools.reports.report import Report
-    from lightning_gpu_tools.selection.picking import GpuSelection
-    from lightning_gpu_tools.trainer.watch import TrainingWatch
-    from lightning_gpu_tools.training.run_measurements import LoaderSettings
+    from lightning_gpu_tools.advice.findings import Diagnosis as Diagnosis
+    from lightning_gpu_tools.advice.findings import Finding as Finding
+    from lightning_gpu_tools.advice.loader_plan import LoaderResult as LoaderResult
+    from lightning_gpu_tools.advice.loader_plan import LoaderTrial as LoaderTrial
+    from lightning_gpu_tools.checkpoints.weights import LoadReport as LoadReport
+    from lightning_gpu_tools.gpus.readings import GpuClaim as GpuClaim
+    from lightning_gpu_tools.gpus.readings import GpuProcess as GpuProcess
+    from lightning_gpu_tools.gpus.readings import GpuReading as GpuReading
+    from lightning_gpu_tools.memory.free_memory import FreedMemory as FreedMemory
+    from lightning_gpu_tools.reports.report import Report as Report
+    from lightning_gpu_tools.selection.picking import GpuSelection as GpuSelection
+    from lightning_gpu_tools.trainer.watch import TrainingWatch as TrainingWatch
+    from lightning_gpu_tools.training.run_measurements import LoaderSettings as LoaderSettings
 
 _MODULE_OF = {
     "Diagnosis": "advice.findings",
@@ -33,21 +37,7 @@ _MODULE_OF = {
     "TrainingWatch": "trainer.watch",
 }
 
-__all__ = [
-    "Diagnosis",
-    "Finding",
-    "FreedMemory",
-    "GpuClaim",
-    "GpuProcess",
-    "GpuReading",
-    "GpuSelection",
-    "LoadReport",
-    "LoaderResult",
-    "LoaderSettings",
-    "LoaderTrial",
-    "Report",
-    "TrainingWatch",
-]
+__all__ = [*_MODULE_OF]
 
 
 def __getattr__(name: str) -> object:

@@ -79,7 +79,7 @@ def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...
     own_what_modules_keep(renamed, fit.keys)
     left_out: list[str] = []
 
-    def prepare(module: nn.Module, name: str, key: str, target: torch.Tensor, state_dict: dict[str, Any]) -> None:
+    def prepare(module: nn.Module, name: str, key: str, target: Any, state_dict: dict[str, Any]) -> None:
         value = state_dict[key]
         if not fit.strict and not is_copied_into(shape_of(value), shape_of(target)):
             left_out.append(key)

@@ -54,24 +54,14 @@ WITHOUT_GPU = ProcessRecord(torch="/torch", outcome="ended")
         (1, [FAILED], "does_not_fit", ""),
         (0, [FAILED], "does_not_fit", ""),  # a script that goes on after its training has failed
         (1, [replace(FAILED, failures=0, error="RuntimeError: NCCL: out of memory")], "does_not_fit", ""),
-        (0, [replace(COMPLETE, outcome="ended", steps=1)], "fits", ""),
-        (134, [replace(COMPLETE, outcome="ended", steps=1)], "fits", ""),  # torch's threads at the end of Python
         (-6, [replace(COMPLETE, outcome="running", steps=1)], "cannot_be_told", "signal 6"),
-        (1, [replace(FAILED, failures=0, error="KeyError: 'x'")], "cannot_be_told", "KeyError: 'x'"),
         (2, [WITHOUT_GPU], "cannot_be_told", "exit code 2 before the end of its first training step"),
-        (-9, [WITHOUT_GPU], "cannot_be_told", "SIGKILL"),
         (0, [WITHOUT_GPU], "cannot_be_told", "did not use a GPU"),
         (0, [replace(COMPLETE, uses_gpu=False)], "cannot_be_told", "without using a GPU"),
         (0, [], "cannot_be_told", "without importing torch. Python processes started with -S"),
-        (2, [], "cannot_be_told", "ended with exit code 2 before it imported torch. See its output."),
         (1, [replace(FAILED, failures=0, error="RuntimeError: invalid device ordinal")], "cannot_be_told", "add -n 2"),
+        (1, [replace(COMPLETE, outcome="broken", error="K")], "cannot_be_told", "process failed: K"),
         (0, [replace(COMPLETE, torch="/other")], "cannot_be_told", "the torch in /other"),
-        (
-            1,
-            [replace(COMPLETE, outcome="broken", error="KeyError: 1")],
-            "cannot_be_told",
-            "process failed: KeyError: 1",
-        ),
     ],
 )
 def test_judgment(code: int, records: list[ProcessRecord], verdict: Verdict, why_not: str) -> None:
@@ -158,8 +148,8 @@ def test_parts_that_a_run_did_not_measure_are_named() -> None:
     assert [word in said for word, said in zip((*words, *more), run.unknown, strict=True)] == [True] * 8
 
 
-@pytest.mark.parametrize("largest", [0, 1, 7, 35, 36, 64, 1000])
-@pytest.mark.parametrize("guess", [0, 1, 36, 500])
+@pytest.mark.parametrize("largest", [0, 7, 36, 1000])
+@pytest.mark.parametrize("guess", [1, 36])
 def test_the_search_finds_the_largest_to_within_a_twentieth(largest: int, guess: int) -> None:
     tried: dict[int, bool] = {}
     while (number := next_trial(tried, guess)) is not None:
