@@ -49,7 +49,7 @@ def load_file(structure: Structure, map_location: Any, weights_only: bool) -> An
     if not structure.is_of_torch:
         for info in structure.content.values():
             dtype_of(info.dtype)  # which an older torch may lack
-        weights = _builder(structure)(structure.content)
+        weights = _Builder(structure).build(structure.content)
         return OrderedDict((name, moved(value, map_location)) for name, value in weights.items())
     if weights_only:
         if refused := refusal(structure):
@@ -57,7 +57,7 @@ def load_file(structure: Structure, map_location: Any, weights_only: bool) -> An
         _warn_of_old_torch()
         if map_location == "cpu":
             with contextlib.suppress(NotPlainError):
-                return _builder(structure)(structure.content)
+                return _Builder(structure).build(structure.content)
     file = structure.file
     mapped = bool(structure.records) and not isinstance(file, io.BytesIO)  # torch maps only zip files
     file.seek(0)
@@ -90,7 +90,7 @@ def _warn_of_old_torch() -> None:
 
 def described_weights(structure: Structure, entries: Entries) -> tuple[Any, dict[str, dict[str, str]]]:
     """Return the content with tensors as weights, and entry -> key -> kind of the omitted values."""
-    build = _builder(structure, weights_alone=True)
+    build = _Builder(structure, weights_alone=True).build
     sets: dict[str, OrderedDict[str, Any]] = {}
     left_out: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for entry, weights in entries.items():
@@ -105,48 +105,50 @@ def described_weights(structure: Structure, entries: Entries) -> tuple[Any, dict
     return put_weights(structure.content, sets), left_out
 
 
-def _builder(structure: Structure, *, weights_alone: bool = False) -> Callable[[Any], Any]:
-    """Return a function that builds content from its description, with mapped tensors, in half of torch's time.
+class _Builder:
+    """A builder of content from its description, with mapped tensors, in half of torch's time.
 
-    It raises :class:`NotPlainError` for anything but plain data and tensors. Parameters become tensors if
-    ``weights_alone``.
+    Not a nested function, whose reference to itself would keep the tensors until the garbage collector runs. Raises
+    :class:`NotPlainError` for anything but plain data and tensors. ``weights_alone``: make parameters tensors.
     """
-    file: Any = mapped_bytes(structure.file).untyped_storage()
-    storages: dict[str, Any] = {}
-    made: dict[int, Any] = {}  # so that shared objects stay shared
 
-    def build(value: Any, depth: int = 0) -> Any:
+    def __init__(self, structure: Structure, *, weights_alone: bool = False) -> None:
+        self._file: Any = mapped_bytes(structure.file).untyped_storage()
+        self._places = structure.places
+        self._storages: dict[str, Any] = {}
+        self._weights_alone = weights_alone
+        self._made: dict[int, Any] = {}  # so that shared objects stay shared
+
+    def build(self, value: Any, depth: int = 0) -> Any:
         kind = type(value)
         if kind in _ATOMS:
             return value
         if depth > MAX_DEPTH:
             raise RecursionError
-        if id(value) in made:
-            return made[id(value)]
+        if id(value) in self._made:
+            return self._made[id(value)]
         built: Any
         if isinstance(value, TensorInfo):
-            if not is_plain(value) or (value.is_parameter and not weights_alone):
+            if not is_plain(value) or (value.is_parameter and not self._weights_alone):
                 raise NotPlainError(value.kind or value.dtype)
             storage: Any = value.storage
-            if storage.key not in storages:  # its numbers are a part of the mapped file
-                start = structure.places[storage.key]
-                storages[storage.key] = file[start : start + storage.size_bytes]
+            if storage.key not in self._storages:  # its numbers are a part of the mapped file
+                start = self._places[storage.key]
+                self._storages[storage.key] = self._file[start : start + storage.size_bytes]
             empty: Any = torch.empty(0, dtype=dtype_of(value.dtype), device="cpu")
-            built = empty.set_(storages[storage.key], value.offset, value.shape, value.strides)
+            built = empty.set_(self._storages[storage.key], value.offset, value.shape, value.strides)
         elif kind in (dict, OrderedDict, Counter):
             built = kind()
             for key, item in value.items():
-                built[build(key, depth + 1)] = build(item, depth + 1)
+                built[self.build(key, depth + 1)] = self.build(item, depth + 1)
             if attributes := getattr(value, "__dict__", None):
-                vars(built).update(build(attributes, depth + 1))
+                vars(built).update(self.build(attributes, depth + 1))
         elif kind in (list, tuple):
-            built = kind(build(item, depth + 1) for item in value)
+            built = kind(self.build(item, depth + 1) for item in value)
         else:
             raise NotPlainError(value.kind if isinstance(value, Opaque) else kind.__name__)
-        made[id(value)] = built
+        self._made[id(value)] = built
         return built
-
-    return build
 
 
 _ATOMS = frozenset({str, int, float, bool, bytes, bytearray, type(None)})
@@ -225,28 +227,24 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def with_numbers(content: Any, shards: Mapping[str, Structure], map_location: Any, made: Callable[[Any], Any]) -> Any:
+def with_numbers(
+    content: Any,
+    shards: Mapping[str, Structure],
+    map_location: Any,
+    made: Callable[[Any], Any],
+) -> Any:
     """Return the content of a folder with descriptions replaced by tensors, and other leaves by ``made(leaf)``."""
     numbers: dict[str, torch.UntypedStorage] = {}
-    copies: dict[int, Any] = {}
 
-    def replaced(value: Any) -> Any:
-        if id(value) in copies:
-            return copies[id(value)]
-        if type(value) in (dict, OrderedDict, list):
-            copies[id(value)] = container = copy.copy(value)  # with the _metadata of a state_dict
-            for key, item in enumerate(value) if isinstance(value, list) else value.items():
-                container[key] = replaced(item)
-        elif isinstance(value, SplitTensorInfo):
-            for part in value.parts:
-                if part.file not in numbers and 0 not in part.shape:
-                    numbers[part.file] = mapped_bytes(shards[part.file].file).untyped_storage()
-            copies[id(value)] = moved(_joined(value, numbers), map_location)
-        else:
-            copies[id(value)] = made(value)
-        return copies[id(value)]
+    def replaced(leaf: Any) -> Any:
+        if not isinstance(leaf, SplitTensorInfo):
+            return made(leaf)
+        for part in leaf.parts:
+            if part.file not in numbers and 0 not in part.shape:
+                numbers[part.file] = mapped_bytes(shards[part.file].file).untyped_storage()
+        return moved(_joined(leaf, numbers), map_location)
 
-    return replaced(content)
+    return _put_in_place(content, replaced, {})
 
 
 class LazyTensor(torch.Tensor):
@@ -280,6 +278,18 @@ class LazyTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._make().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _put_in_place(content: Any, made: Callable[[Any], Any], copies: dict[int, Any]) -> Any:
+    """Copy dictionaries and lists, and replace each leaf by ``made(leaf)``."""
+    if id(content) not in copies:
+        if type(content) in (dict, OrderedDict, list):
+            copies[id(content)] = container = copy.copy(content)  # with the _metadata of a state_dict
+            for key, item in enumerate(content) if isinstance(content, list) else content.items():
+                container[key] = _put_in_place(item, made, copies)
+        else:
+            copies[id(content)] = made(content)
+    return copies[id(content)]
 
 
 def _joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:

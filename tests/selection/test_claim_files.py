@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
@@ -13,7 +14,6 @@ from fake_driver import Driver, gpu
 from launched_jobs import live_claims, take
 
 from lightning_gpu_tools import select_gpus
-from lightning_gpu_tools.selection import claim_files
 from lightning_gpu_tools.selection.claims import directory
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems")
@@ -54,14 +54,14 @@ def on_mount_of_its_own(path: Path, options: str, code: str) -> subprocess.Compl
 
 
 def test_a_folder_exchanged_before_it_is_locked_is_not_used(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_lock = claim_files._try_lock
+    take_lock = fcntl.flock
 
-    def exchange_and_take_lock(descriptor: int) -> bool:
+    def exchange_and_take_lock(descriptor: int, operation: int) -> None:
         if not path.with_name("old").exists():
             path.rename(path.with_name("old"))
-        return take_lock(descriptor)
+        take_lock(descriptor, operation)
 
-    monkeypatch.setattr(claim_files, "_try_lock", exchange_and_take_lock)
+    monkeypatch.setattr(fcntl, "flock", exchange_and_take_lock)
     take(path)
     assert live_claims(path) == [("whole", 1)]
     assert list(path.with_name("old").iterdir()) == []
