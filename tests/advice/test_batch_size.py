@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.advice.batch_size import bound_by_failure, largest_batch, split
+from lightning_gpu_tools.advice.batch_size import largest_batch, split
 from lightning_gpu_tools.memory.readings import Block, StepMemory
 
 GIB, MIB = 2**30, 2**20
@@ -79,13 +79,6 @@ def test_a_batch_that_leaves_no_trace_has_no_limit() -> None:
     assert largest_batch([step], GIB) is None
     tiny = replace(step, events=(Block(OUTPUT, 1, grows=True), Block(OUTPUT, -1)))
     assert largest_batch([tiny], 2**50) is None
-
-
-@given(st.integers(1, 512), st.integers(1, 20 * GIB), st.integers(0, 4 * GIB), st.integers(1, 24 * GIB))
-def test_a_step_that_failed_is_a_bound(batch_size: int, taken: int, fixed: int, room: int) -> None:
-    bound = bound_by_failure(batch_size, taken, fixed, room)
-    assert 0 <= bound < batch_size
-    assert bound * taken <= batch_size * max(0, room - fixed)
 
 
 @given(st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 64))

@@ -233,22 +233,6 @@ def on_storage(storage: Storage | None) -> Finding:
     return first(gpu_run(WAITS, 25.0, loading=ON_STORAGE, worker_cpu_s_per_batch=0.02, storage=storage))
 
 
-@pytest.mark.parametrize(
-    ("storage", "words"),
-    [
-        (None, "60% of the polls. Copy the data to a local disk, pack small files into large ones, or"),
-        (NFS, "polls. /data/set is on nfs4, a network file system. Copy the data to a local disk, pack"),
-        (DISK, "/data/set is on ext4. Pack small files into large ones, or keep decoded samples in"),
-    ],
-)
-def test_storage_that_limits_is_named(storage: Storage | None, words: str) -> None:
-    finding = on_storage(storage)
-    assert finding.evidence["kind"] == "io_bound"
-    assert words in finding.advice
-    assert finding.evidence.get("storage_path") == (storage and storage.path)
-    assert finding.evidence.get("file_system") == (storage and storage.file_system)
-
-
 def test_memory_is_not_blamed_for_slow_storage() -> None:
     assert on_storage(MEMORY).evidence["kind"] == "too_few_workers"
     run = dataclasses.replace(cold_cache(), storage=NFS)

@@ -158,15 +158,6 @@ def test_times_that_contradict_the_driver_lower_the_confidence() -> None:
 # --- laws --------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_that_are_still_getting_faster_are_warm_up() -> None:
-    steady = a_block({"training_step": 50})
-    slow = dataclasses.replace(steady, wall_s=2 * steady.wall_s)
-    assert without_warm_up([slow, slow, *[steady] * 18]) == [steady] * 18
-    assert without_warm_up([steady] * 20) == [steady] * 20
-    assert len(without_warm_up([slow] * 10 + [steady] * 10)) == 15  # never more than a quarter
-    assert without_warm_up([slow, steady]) == [slow, steady]
-
-
 _MS = st.floats(0.01, 1e4)
 _BLOCKS = st.lists(
     st.builds(a_block, st.builds(waiting, st.floats(0, 1e4), _MS), st.integers(1, 100)), min_size=1, max_size=128

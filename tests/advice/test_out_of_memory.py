@@ -16,7 +16,6 @@ from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.memory.out_of_memory import OutOfMemory, parse
 from lightning_gpu_tools.memory.readings import (
     Block,
-    MemoryGrowth,
     MemoryLine,
 )
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -168,19 +167,6 @@ def test_a_message_with_two_meanings_counts_if_memory_is_short(
 ) -> None:
     oom = dataclasses.replace(parsed(text), total_bytes=24 * GIB, free_bytes=free, oom_kills=oom_kills)
     assert is_out_of_memory(oom) is is_one
-
-
-WORKERS = MemoryGrowth(whose="workers", bytes_per_s=2**20, grown_bytes=20 * GIB, left_s=60.0)
-
-
-def test_growing_memory_is_what_to_do_next_where_nothing_else_is() -> None:
-    busy = diagnose(dataclasses.replace(RUN, growth=[WORKERS]))
-    assert busy.verdict == "healthy"
-    assert busy.next_step == busy.findings[-1].advice
-    assert busy.next_step.startswith("Memory of the DataLoader's workers grows steadily, by 60.0 MiB per minute; at")
-    slow = diagnose(gpu_run({"data_loading": 30.0, "training_step": 10.0}, 25.0, growth=[WORKERS]))
-    assert [finding.cause for finding in slow.findings] == ["data_loading", "memory_growth"]
-    assert "num_workers" in slow.next_step
 
 
 def test_another_rank_is_named_and_the_findings_of_time_stay() -> None:

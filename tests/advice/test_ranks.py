@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.causes.time import straggler
-from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements, SourceLine
@@ -113,36 +112,3 @@ def test_among_ranks_that_vary_as_much_none_is_named() -> None:
     own = [chance.gauss(0, 0.01) for _ in range(1024)]
     assert blamed(a_job(128, 8, lambda rank, part: own[rank])) is None
     assert blamed(a_job(128, 8, lambda rank, part: own[rank] + 0.08 * (rank == 9))) is not None
-
-
-@pytest.mark.parametrize(
-    ("slow_in", "when"),
-    [
-        ({*range(PARTS)}, ""),
-        ({2, 7, 8, 13}, "It is late 25% of the time."),
-        ({3}, None),  # an accident
-    ],
-)
-def test_a_straggler_that_is_late_at_times_is_said_to_be(slow_in: set[int], when: str | None) -> None:
-    finding = blamed(a_job(16, 8, lambda rank, part: 0.1 * (rank == 9 and part in slow_in)))
-    if when is None:
-        assert finding is None
-    else:
-        assert finding is not None
-        assert when in finding.advice
-        assert finding.evidence["late_percent"] == 100 * len(slow_in) / PARTS
-        assert finding.share == pytest.approx(len(slow_in) / PARTS, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("phase", "words"),
-    [
-        ("data_loading", "It loses the time in waiting for data: compare its storage"),
-        ("callback/Probe", "It loses the time in Probe: make it faster"),
-    ],
-)
-def test_the_advice_fits_the_phase(phase: str, words: str) -> None:
-    diagnosis = diagnose(in_lockstep([0.010, 0.030], phase))
-    assert [finding.cause for finding in diagnosis.findings if finding.cause != "unexplained"] == ["straggler"]
-    assert diagnosis.next_step.startswith("All ranks wait for rank 1 (node 0), which takes 20 ms per step longer")
-    assert words in diagnosis.next_step

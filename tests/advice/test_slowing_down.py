@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -57,17 +56,6 @@ def test_the_quantity_that_changed_with_the_steps_is_named(readings: dict[Any, A
     assert (first.cause, first.evidence["kind"], first.evidence["phase"]) == ("slowing_down", kind, FORWARD)
     assert (first.basis == "measured") == (kind == "unknown")
     assert words in diagnosis.why
-
-
-def test_noise_widens_the_interval_and_lowers_the_bound() -> None:
-    rng = random.Random(0)
-    steps = [{FORWARD: 20.0 * rng.lognormvariate(0, 0.03), CALLBACK: 12.0 * (i > BLOCKS / 2)} for i in range(BLOCKS)]
-    finding = slowdown(of(steps))
-    assert finding is not None
-    assert float(finding.evidence["times_lower"]) < 1.6 < float(finding.evidence["times_upper"])
-    assert 1.0 < finding.ceiling_lower < finding.ceiling
-    wild = [{FORWARD: 20.0 * rng.lognormvariate(0, 0.5), CALLBACK: 6.0 * part} for part in UP]
-    assert slowdown(of(wild)) is None
 
 
 @pytest.mark.parametrize(

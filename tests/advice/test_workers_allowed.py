@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import NO_WORKERS, WAITS, cpu_run
+from lightning_gpu_tools.advice.examples import WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched, workers_allowed
 from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoadingFacts, RunMeasurements
@@ -63,18 +63,3 @@ def test_advice_names_the_finder_where_it_acts_and_nowhere_else(began: LoaderFac
     assert ("NumWorkersFinder()" in loading(waiting(began, now)).advice) == acts
     searches = "find_loader_settings" in loading(waiting(began, now, has_trainer=False)).advice
     assert searches == (why_not_searched(began) is None)
-
-
-@pytest.mark.parametrize("facts", [OPEN, STREAM, replace(PLAIN, is_daemonic=True)])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"loading": ON_STORAGE, "loader": replace(NO_WORKERS, num_workers=2), "worker_cpu_s_per_batch": 0.001},
-        {"load_cpu_ms": 29.0},
-    ],
-)
-def test_no_number_of_workers_is_advised_before_what_comes_first(facts: LoaderFacts, options: dict[str, Any]) -> None:
-    advice = loading(waiting(facts, **options)).advice
-    before, _, _ = advice.partition("num_workers=")
-    assert "num_workers=" not in advice or workers_allowed(facts).reasons in before

@@ -25,7 +25,6 @@ from checkpoint_files import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, verify_checkpoint
 from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
@@ -119,26 +118,17 @@ def with_folders() -> bytes:
     return zipped([("archive/", b""), ("archive/data/", b""), *sorted(records_of(GOOD))])
 
 
-SOUND: dict[str, bytes] = {
-    "torch.save": GOOD,
-    "zip -0 -r": with_folders(),
-}
-
-
-@pytest.mark.parametrize("case", SOUND)
-def test_whatever_wrote_the_zip_its_weights_load_to_the_bit(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", [GOOD, with_folders()], ids=["torch.save", "zip -0 -r"])
+def test_whatever_wrote_the_zip_its_weights_load_to_the_bit(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    path.write_bytes(SOUND[case])
+    path.write_bytes(data)
     for weights_only in (True, False):
         loaded = read_checkpoint(path, weights_only=weights_only, verify=True)
         assert str(path) in Path("/proc/self/maps").read_text(encoding="utf-8")  # mapped
         assert [*loaded] == [*CONTENT]
         assert all(torch.equal(loaded[name], CONTENT[name]) for name in CONTENT)
         del loaded
-    assert verify_checkpoint(str(path))[0].has_checksums is (case != "no checksums")
-    model = torch.nn.Linear(30, 20)
-    load_weights(model, path)
-    assert torch.equal(model.weight, CONTENT["weight"])
+    assert verify_checkpoint(str(path))[0].has_checksums
 
 
 def test_no_flipped_bit_changes_what_is_loaded(tmp_path: Path) -> None:

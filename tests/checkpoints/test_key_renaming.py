@@ -1,22 +1,11 @@
-"""Plans on names and shapes alone, then the same law on real modules in random nestings."""
+"""Plans of renaming, on names and shapes alone; tests/checkpoints/test_weights.py has real modules."""
 
-import copy
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.optim.swa_utils import AveragedModel
-from wrapped_models import compiled, contents, fill
 
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
 from lightning_gpu_tools.checkpoints.key_tree import group_keys, list_groups
-from lightning_gpu_tools.checkpoints.model_keys import read_model
-from lightning_gpu_tools.checkpoints.state_dicts import shape_of
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     CheckpointError,
@@ -41,6 +30,8 @@ FITS: dict[str, tuple[str, ModelKeys, str]] = {
     "FSDP and checkpointing": ("a._fsdp_wrapped_module._checkpoint_wrapped_module.w", model("a.w"), "a.w"),
     "root dropped": ("model.a.w", model("a.w"), "a.w"),
     "root added": ("w", model("net.w"), "net.w"),
+    "Fabric and DeepSpeed": ("_forward_module.a.w", model("a.w"), "a.w"),
+    "a child called module": ("module.w", model("module.w"), "module.w"),
     "no shape yet": ("module.w", ModelKeys(shapes={"w": None}), "w"),
     "another wrapper inside": ("net.w", model("net.module.w", wrappers=frozenset({"net"})), "net.module.w"),
     "another wrapper around": ("net.module.w", model("module.net.module.w", wrappers=frozenset({"", "module.net"})),
@@ -130,86 +121,6 @@ def test_keys_that_differ_in_numbers_share_a_line() -> None:
     assert list_groups("abcdefgh") == "a, b, c, d, e, f, … and 2 more"
 
 
-# -- real modules --------------------------------------------------------------------------------------------------
-
-
-class Named(nn.Module):
-    """Children by name, and sometimes a parameter and an extra state of its own."""
-
-    def __init__(self, children: Mapping[str, nn.Module], own: bool) -> None:
-        super().__init__()
-        for name, child in children.items():
-            self.add_module(name, child)
-        if own:
-            self.scale = nn.Parameter(torch.zeros(2))
-        self.note = "fresh"
-
-    def get_extra_state(self) -> dict[str, str]:
-        return {"note": self.note}
-
-    def set_extra_state(self, state: dict[str, str]) -> None:
-        self.note = state["note"]
-
-
-def compiled_once(net: nn.Module) -> nn.Module:
-    return net if hasattr(net, "get_compiler_config") else compiled(net)  # torch compiles nothing twice
-
-
-WRAPPERS: list[Callable[[nn.Module], nn.Module]] = [nn.DataParallel, compiled_once, AveragedModel, checkpoint_wrapper]
-
-leaves = st.sampled_from([lambda: nn.Linear(2, 2), lambda: nn.BatchNorm1d(2), lambda: nn.Embedding(3, 2)]).map(
-    lambda make: make()
-)
-nets = st.recursive(
-    leaves,
-    lambda inner: st.builds(
-        Named,
-        st.dictionaries(st.sampled_from(["module", "net", "model", "0", "head"]), inner, min_size=1, max_size=3),
-        st.booleans(),
-    ),
-    max_leaves=6,
-)
-wrappings = st.lists(st.tuples(st.integers(0, 30), st.sampled_from(WRAPPERS)), max_size=4)
-
-
-def wrap(net: nn.Module, plan: list[tuple[int, Callable[[nn.Module], nn.Module]]]) -> nn.Module:
-    """Put wrappers around modules of a net, by number; wrappers count as modules themselves."""
-    for number, wrapper in plan:
-        paths = [path for path, _ in net.named_modules()]
-        path = paths[number % len(paths)]
-        if not path:
-            net = wrapper(net)
-            continue
-        parent, _, name = path.rpartition(".")
-        owner = net.get_submodule(parent)
-        owner._modules[name] = wrapper(net.get_submodule(path))
-    return net
-
-
-def everything(net: nn.Module) -> list[object]:
-    return contents(net) + [module.note for module in net.modules() if isinstance(module, Named)]
-
-
-@given(net=nets, saved_as=wrappings, loaded_as=wrappings)
-def test_any_nesting_loads_into_any_other(
-    net: nn.Module,
-    saved_as: list[tuple[int, Callable[[nn.Module], nn.Module]]],
-    loaded_as: list[tuple[int, Callable[[nn.Module], nn.Module]]],
-) -> None:
-    source = wrap(copy.deepcopy(net), saved_as)
-    target = wrap(copy.deepcopy(net), loaded_as)
-    fill(source, 1)
-    for number, module in enumerate(source.modules()):
-        module.note = f"note {number}"
-    weights = source.state_dict()
-    known, state = read_model(target, weights)
-    plan = plan_renaming({key: shape_of(value) for key, value in weights.items()}, known)
-    renamed = plan.apply(weights)
-    assert all(any(new is old for old in weights.values()) for new in renamed.values())
-    renamed.update((key, state[key]) for key in plan.kept)
-    target.load_state_dict(renamed)
-    assert everything(target) == everything(source)
-    # And what a model has saved itself is never touched.
-    own, _ = read_model(source, weights)
-    untouched = plan_renaming({key: shape_of(value) for key, value in weights.items()}, own)
-    assert not untouched.changes_names
+def test_a_checkpoint_that_fits_is_never_touched() -> None:
+    names = ("module.a.w", "_orig_mod.b.w", "model.w")
+    assert not plan_renaming(keys(*names), model(*names)).changes_names

@@ -64,7 +64,9 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
     "torch.distributed.checkpoint": lambda folder: write_distributed(folder, in_blocks(WEIGHTS), files=2),
     "Lightning's FSDP": lightnings_folder,
     "DeepSpeed without ZeRO": zero(0),
-    **{f"DeepSpeed ZeRO {stage}": zero(stage) for stage in (1, 2, 3)},
+    "DeepSpeed ZeRO 1": zero(1),
+    "DeepSpeed ZeRO 2": zero(2, padding=3),
+    "DeepSpeed ZeRO 3": zero(3),
     "Lightning's DeepSpeed": zero(3, more=LIGHTNING),
 }
 
@@ -133,29 +135,10 @@ def test_blocks_of_any_cut_make_up_the_tensor(
         assert torch.equal(mine, theirs)
 
 
-@given(
-    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=5),
-    ranks=st.integers(1, 4),
-    stage=st.sampled_from([1, 2, 3]),
-    second=st.integers(1, 4),
-    padding=st.sampled_from([0, 0, 3]),
-)
-def test_partitions_of_any_count_make_up_the_weights(
-    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], ranks: int, stage: int, second: int, padding: int
-) -> None:
-    folder = tmp_path_factory.mktemp("zero")
-    weights = {f"w{i}": torch.rand(shape) for i, shape in enumerate(shapes)}
-    names = [*weights]
-    groups = [{name: weights[name] for name in part} for part in (names[:second], names[second:]) if part]
-    write_deepspeed(
-        folder / "a", groups, ranks, stage, kept={"count": torch.tensor(3)}, tied={"head": "w0"}, padding=padding
-    )
-    loaded = read_checkpoint(folder / "a")
-    shutil.rmtree(folder)
-    assert loaded.keys() == {*weights, "count", "head"}
-    assert loaded["head"] is loaded["w0"]
-    for name, value in weights.items():
-        assert torch.equal(loaded[name].detach(), value)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_names_that_zero_has_tied_are_one_tensor(stage: int, tmp_path: Path) -> None:
+    loaded = read_checkpoint(zero(stage, tied={"head": "layers.0.weight"})(tmp_path / "folder"))
+    assert loaded["head"] is loaded["layers.0.weight"]
 
 
 # -- no shard is taken for a whole ---------------------------------------------------------------------------------

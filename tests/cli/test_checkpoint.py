@@ -41,15 +41,8 @@ def test_inspect_gives_json(last: str, run: Run) -> None:
     assert summary["size_bytes"] == os.path.getsize(last)
     assert summary["wrappers_in_keys"] == {"state_dict": {"_orig_mod": 13, "module": 13}}
     first = summary["weights"]["state_dict"][0]
-    assert first == {
-        "key": "model.module._orig_mod.layers.0.weight",
-        "shape": [4, 4],
-        "dtype": "float32",
-        "kind": None,
-        "numel": 16,
-        "bytes": 64,
-        "device": "cpu",
-    }
+    assert (first["key"], first["shape"]) == ("model.module._orig_mod.layers.0.weight", [4, 4])
+    assert (first["dtype"], first["bytes"], first["device"]) == ("float32", 64, "cpu")
 
 
 def test_what_cannot_be_read_exits_1_with_a_reason(tmp_path: Path, run: Run) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_gpu_tools.gpus.metrics import GpuSample, over_run
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, weights_s
 from lightning_gpu_tools.gpus.timeline import Timeline
-from lightning_gpu_tools.gpus.windows import PercentHistogram, WindowBuilder
+from lightning_gpu_tools.gpus.windows import WindowBuilder
 
 
 def utilization_samples(*pairs: tuple[float, float]) -> tuple[UtilizationSample, ...]:
@@ -55,20 +53,6 @@ def test_a_sample_stands_for_the_time_since_the_one_before(times, previous_s, ex
 
 
 # Percentiles
-
-
-@given(st.lists(st.tuples(percents, durations), min_size=1, max_size=50), st.floats(0, 1))
-def test_a_percentile_bounds_the_share_of_time_below_it(observations, share):
-    histogram = PercentHistogram()
-    for percent, seconds in observations:
-        histogram.add(percent, seconds)
-    value = histogram.percentile(share)
-    total_s = math.fsum(seconds for _, seconds in observations)
-    below_s = math.fsum(seconds for percent, seconds in observations if percent < value)
-    up_to_s = math.fsum(seconds for percent, seconds in observations if percent <= value)
-    assert below_s <= share * total_s + 1e-6
-    assert up_to_s >= share * total_s - 1e-6
-    assert value in {percent for percent, _ in observations}
 
 
 # Windows

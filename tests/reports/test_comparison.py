@@ -49,20 +49,6 @@ def test_equal_runs_are_hardly_ever_called_different() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "says"),
-    [
-        ("batch_size", 32, "batch_size differs: 64 before, 32 now"),
-        ("accumulate_grad_batches", 2, "accumulate_grad_batches differs: None before, 2 now"),
-    ],
-)
-def test_different_setups_cannot_be_compared(setting: str, value: object, says: str) -> None:
-    comparison = compare(a_run(0.05, **{setting: value}), a_run(0.05))
-    assert comparison.verdict == "not_comparable"
-    assert says in comparison.reasons[0]
-    assert comparison.slowdown is not None  # the numbers are there anyway
-
-
-@pytest.mark.parametrize(
     ("now_s", "limit", "verdict", "before", "after"),
     [
         (0.05 / 1.73, 0.0, "faster", "FASTER: 1.75x", "1.73x to 1.77x): 50.1 ms per"),

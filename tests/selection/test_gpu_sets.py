@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 
 import pytest
 
@@ -93,21 +92,6 @@ def test_equal_models_come_before_links(
 def test_a_link_costs_at_most_a_tenth_of_the_memory(gib: float, expected: list[int]) -> None:
     made = candidates(41, 40, gib, gib + 0.01)
     assert sorted(chosen(made, 2, nvlinks((2, 3)), {}, memory_matters=True)) == expected
-
-
-CUBE_MESH = [*itertools.combinations(range(4), 2), *CLIQUE, (0, 4), (1, 5), (2, 6), (3, 7)]  # DGX-1
-BRIDGES = [(0, 1), (2, 3), (4, 5), (6, 7)]
-
-
-@pytest.mark.parametrize("links", [CUBE_MESH, BRIDGES], ids=["cube-mesh", "bridges"])
-@pytest.mark.parametrize("count", range(2, 8))
-def test_no_set_has_more_joined_pairs(links: list[tuple[int, int]], count: int) -> None:
-    def joined(some: Iterable[int]) -> int:
-        return len({*itertools.combinations(sorted(some), 2)} & {*links})
-
-    made = candidates(*[40, 10, 39, 38, 20, 30, 25, 37])
-    found = chosen(made, count, nvlinks(*links), nodes(*[0] * 4, *[1] * 4))
-    assert joined(found) == max(map(joined, itertools.combinations(range(8), count)))
 
 
 def test_the_order_of_links_and_equal_candidates_changes_nothing() -> None:

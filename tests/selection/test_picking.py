@@ -168,29 +168,6 @@ def test_apply_shows_this_process_and_its_children_the_gpus(driver: Driver) -> N
     assert output.split() == uuids(driver, 2, 1)
 
 
-RANK = """
-import os, subprocess, sys
-from lightning_gpu_tools import select_gpus
-select_gpus(2, **eval(sys.argv[1])).apply()
-print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
-if "LOCAL_RANK" not in os.environ:  # the first rank; Lightning's DDP starts the others like this
-    sys.stdin.readline()
-    subprocess.run([sys.executable, *sys.orig_argv[1:]], env={**os.environ, "LOCAL_RANK": "1"})
-"""
-
-
-@pytest.mark.parametrize("options", [{}, {"min_free": "60GiB", "exclusive": True}])
-def test_ranks_of_ddp_get_the_gpus_that_the_first_applied(
-    driver: Driver, claims_dir: Path, options: dict[str, object]
-) -> None:
-    driver.gpus = [gpu(), gpu(), gpu(memory_free="70GiB")]
-    with subprocess.Popen([sys.executable, "-c", RANK, repr(options)], stdin=-1, stdout=-1, text=True) as job:
-        first = job.stdout.readline()
-        driver.gpus[1].memory_free = "50GiB"
-        driver.gpus[1].processes = [process(job.pid, memory="30GiB")]
-        assert (first, job.communicate("\n")[0]) == (",".join(uuids(driver, 1, 0)) + "\n", first)
-
-
 EXCLUSIVE_OR_WHY = """
 import sys
 from lightning_gpu_tools import select_gpus

@@ -47,26 +47,6 @@ def placed(driver: Driver, path: str, environments: list[dict[str, str]], *argum
     return [next(iter(said(line, driver)["placed"].values())) for line in lines]
 
 
-def test_a_child_that_outlives_its_parent_keeps_the_claim(
-    driver: Driver, script: Callable[[str], str], claims_dir: Path
-) -> None:
-    path = script("""
-import subprocess
-place_and_say(1, exclusive=True)
-if len(sys.argv) > 1:
-    subprocess.Popen([sys.executable, sys.argv[0]])
-sys.stdin.read()
-""")
-    with subprocess.Popen([sys.executable, path, "parent"], stdin=-1, stdout=-1, text=True) as parent:
-        assert parent.stdout.readline() == parent.stdout.readline() != ""
-        parent.kill()
-        parent.wait()
-        assert live_claims(claims_dir) == [("exclusive", 1)]
-        parent.stdin.close()  # which ends the child
-        assert parent.stdout.read() == ""
-        assert live_claims(claims_dir) == []
-
-
 def test_a_claim_of_two_ranks_lives_until_the_last_ends(
     driver: Driver, script: Callable[[str], str], claims_dir: Path
 ) -> None:

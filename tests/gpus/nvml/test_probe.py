@@ -46,19 +46,6 @@ def test_every_sample_of_the_driver_is_seen_once(driver, probe_of):
     assert [seen[0].percent, seen[-1].percent] == [10, 90]
 
 
-@pytest.mark.parametrize("failing_reads", [{0}, {1, 2}])
-def test_a_buffer_read_after_a_failure_gives_every_sample_once(driver, probe_of, failing_reads):
-    driver.gpus = [gpu(utilization=50, sample_period_s=0.5)]
-    probe = probe_of()
-    stamps = []
-    for turn in range(4):
-        driver.gpus[0].errors = {"nvmlDeviceGetSamples": "UNKNOWN"} if turn in failing_reads else {}
-        stamps += [sample.time_s for sample in probe.read().utilization]
-        driver.advance(2)
-    first_good = min({0, 1, 2} - failing_reads)
-    assert len(stamps) == len(set(stamps)) == 4 * (3 - first_good)
-
-
 def test_a_buffer_that_runs_dry_is_replaced_by_momentary_readings(driver, probe_of):
     start_s = driver.now_s
     driver.gpus = [gpu(samples=[(start_s, 90)], utilization_rate=0)]
