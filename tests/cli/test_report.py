@@ -41,10 +41,8 @@ def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.Captu
     ReportFile(tmp_path / "old").save(old)
     ReportFile(tmp_path / "slow").save(replace(old, step_s_blocks=tuple(1.1 * block for block in blocks)))
     ReportFile(tmp_path / "other").save(replace(old, settings={**old.settings, "batch_size": 32}))
-    followed = {**old.settings, "num_workers": 4}
-    for name, factor in (("advised", 1 / 1.5), ("advised and slow", 1.1)):
-        blocks_now = tuple(factor * block for block in blocks)
-        ReportFile(tmp_path / name).save(replace(old, step_s_blocks=blocks_now, settings=followed))
+    faster = replace(old, step_s_blocks=tuple(block / 1.5 for block in blocks))
+    ReportFile(tmp_path / "advised").save(replace(faster, settings={**old.settings, "num_workers": 4}))
 
     def against_old(name: str, *options: str) -> tuple[int, str]:
         code = main(["report", str(tmp_path / name), "--against", str(tmp_path / "old"), *options])
@@ -61,9 +59,6 @@ def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.Captu
     assert code == 0
     assert shown.startswith("FASTER: 1.50x after num_workers None -> 4 (95% interval 1.50x to 1.50x): ")
     assert max(map(len, shown.splitlines())) <= 100
-    code, shown = against_old("advised and slow")
-    assert (code, "SLOWER: 0.91x after num_workers None -> 4 (" in shown) == (1, True)
-    assert against_old("advised and slow", "--max-slowdown", "20")[0] == 0
     assert against_old("slow", "--format", "markdown")[1].startswith("**SLOWER:** ")
 
 

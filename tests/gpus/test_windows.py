@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_gpu_tools.gpus.metrics import GpuSample, over_run
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, weights_s
@@ -31,10 +29,6 @@ def window_of(*seen: GpuSample):
     return builder.take()
 
 
-percents = st.integers(0, 100).map(float)
-durations = st.floats(0.01, 1.0)
-
-
 # Weights
 
 
@@ -56,30 +50,6 @@ def test_a_sample_stands_for_the_time_since_the_one_before(times, previous_s, ex
 
 
 # Windows
-
-
-@given(
-    st.lists(st.tuples(durations, percents), min_size=2, max_size=40),
-    st.lists(st.booleans(), min_size=40, max_size=40),
-)
-def test_windows_together_hold_what_one_window_would(steps, cuts):
-    """Whenever the windows are taken, no sample is lost or counted twice."""
-    times = [1000.0 + sum(step for step, _ in steps[: i + 1]) for i in range(len(steps))]
-    seen = [
-        at(time_s, (time_s, percent), energy_joules=10.0 * i, power_watts=1.0)
-        for i, (time_s, (_, percent)) in enumerate(zip(times, steps, strict=True))
-    ]
-    whole = window_of(*seen)
-    builder, windows = WindowBuilder("GPU-a", every_second), []
-    for one, cut in zip(seen, cuts, strict=False):
-        builder.add(one)
-        if cut:
-            windows.append(builder.take())
-    windows.append(builder.take())
-    assert sum(one.utilization_observed_s for one in windows) == pytest.approx(whole.utilization_observed_s)
-    assert sum(one.energy_joules or 0.0 for one in windows) == pytest.approx(whole.energy_joules)
-    percent_seconds = [(one.utilization_percent_mean or 0.0) * one.utilization_observed_s for one in windows]
-    assert sum(percent_seconds) == pytest.approx(whole.utilization_percent_mean * whole.utilization_observed_s)
 
 
 def test_gauges_are_of_the_last_poll_and_memory_peaks():

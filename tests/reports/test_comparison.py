@@ -175,23 +175,6 @@ def test_a_gain_outside_the_change_is_not_credited_to_it() -> None:
     assert first.startswith(f"FASTER, {doubt} 3.0x after num_workers 0 -> 1 (95% interval 3.0x to 3.1x): 118 ms per")
 
 
-@pytest.mark.parametrize(
-    ("old_ms", "ranks", "cause", "change"),
-    [
-        ((5, 40), 2, "data_loading", {"num_workers": 4}),  # ranks wait for others in their steps
-        ((5, 40), 1, "low_precision", {"precision": "bf16-mixed"}),
-        ((25, 20), 1, "data_loading", {"num_workers": 4}),  # most of it is in the loading
-    ],
-)
-def test_a_gain_that_the_change_can_bring_is_confirmed(
-    old_ms: tuple[float, float], ranks: int, cause: Any, change: dict[str, Any]
-) -> None:
-    old = with_settings(in_phases(data_ms=old_ms[0], step_ms=old_ms[1]), world_size=ranks)
-    old = with_finding(old, cause=cause, advice=f"Set {change}.", ceiling=9.0)
-    new = with_settings(in_phases(data_ms=5, step_ms=10), world_size=ranks, **change)
-    assert str(confirm(new, old)).endswith(", confirmed.")
-
-
 def test_the_previous_run_is_in_the_folder_or_newest_version(tmp_path: Path) -> None:
     assert earlier_report(tmp_path) is None
     ReportFile(tmp_path).save(report(10))

@@ -91,11 +91,9 @@ CASES: list[tuple[tuple[str, ...], int, list[list[int]], int, dict[str, int]]] =
     (("srun", *ONE_NODE), 2, SHARED, 1, {}),
     (("srun", *TWO_NODES), 2, [[1, 0], [3, 2]], 2, {}),
     (("srun", *ONE_NODE, "--gres=gpu:2"), 2, [[0, 1], [0, 1]], 1, {}),
-    (("srun", *TWO_NODES, "--gres=gpu:2"), 2, [[0, 1], [0, 1]], 2, {}),  # both nodes give the GPUs of this machine
     (("srun", *ONE_NODE, "--gpus-per-task=1"), 1, [[0], [1]], 2, {}),
     (("srun", "-N1", "-n1", *TORCHRUN), 2, SHARED, 1, {}),
     (("srun", *ONE_NODE, *RUN, "-n2", "--"), 2, SHARED, 1, {"Picked GPU": 1, "2 processes that srun started on": 2}),
-    (("srun", *ONE_NODE, *RUN, "-n1", "--"), 1, [[2], [3]], 2, {"Picked GPU": 2}),
 ]
 
 

@@ -30,12 +30,9 @@ def test_a_reading_has_what_selection_needs(driver):
             pci=(1, 0x4B, 0),
         ),
     )
-    assert reading.index == 0
-    assert reading.uuid == driver.gpus[0].uuid
-    assert reading.name == "NVIDIA H200"
+    assert (reading.index, reading.uuid, reading.name) == (0, driver.gpus[0].uuid, "NVIDIA H200")
     assert reading.pci_bus_id == "00000001:4B:00.0"
-    assert reading.memory_total_bytes == 80 * GIB
-    assert reading.memory_free_bytes == 21 * GIB
+    assert (reading.memory_total_bytes, reading.memory_free_bytes) == (80 * GIB, 21 * GIB)
     assert reading.utilization_percent == 90
     assert [(one.pid, one.memory_used_bytes) for one in reading.processes] == [(os.getpid(), 3 * GIB)]
     assert reading.compute_mode == "exclusive_process"

@@ -170,19 +170,6 @@ def test_errors_of_the_gpu_are_named_once_when_they_happen(driver, probe_of):
     assert probe.after(1).errors == ()
 
 
-def test_a_lost_gpu_still_reports_its_last_error(driver, probe_of):
-    driver.gpus = [gpu(xid_events=[(101, 79), (103, 31)])]
-    probe = probe_of()
-    probe.read()
-    driver.gpus[0].lost = True
-    sample = probe.after(1.5)
-    assert sample.errors == ("Xid 79 (see NVIDIA's Xid catalog)",)
-    assert sample.memory_used_bytes is None
-    driver.gpus[0].lost = False
-    assert probe.after(1).errors == ()  # found again, so events are collected again
-    assert probe.after(1).errors == ("Xid 31 (see NVIDIA's Xid catalog)",)
-
-
 @pytest.mark.parametrize(
     ("refused", "gone", "named"),
     [
