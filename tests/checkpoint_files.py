@@ -52,11 +52,10 @@ def zipped(records: list[tuple[str, bytes]], method: int = zipfile.ZIP_STORED) -
     return buffer.getvalue()
 
 
-def described_by(program: bytes, blocks: int = 1) -> bytes:
-    """Return a file whose description is this pickle program, with blocks of four numbers."""
-    numbers = struct.pack("<4f", 1, 2, 3, 4)
-    records = [("archive/data.pkl", b"\x80\x02" + program + b"."), ("archive/version", b"3\n")]
-    return zipped(records + [(f"archive/data/{block}", numbers) for block in range(blocks)])
+def described_by(program: bytes) -> bytes:
+    """Return a file whose description is this pickle program, with a block of four numbers."""
+    described = [("archive/data.pkl", b"\x80\x02" + program + b"."), ("archive/version", b"3\n")]
+    return zipped([*described, ("archive/data/0", struct.pack("<4f", 1, 2, 3, 4))])
 
 
 def text(value: str) -> bytes:
@@ -76,8 +75,8 @@ def sizes(*numbers: int) -> bytes:
     return b"(" + b"".join(map(number, numbers)) + b"t"
 
 
-def storage(numel: int = 4, key: bytes = text("0"), kind: str = "FloatStorage", view: bytes = b"") -> bytes:
-    return b"(" + text("storage") + f"ctorch\n{kind}\n".encode() + key + text("cpu") + number(numel) + view + b"tQ"
+def storage(numel: int = 4, kind: str = "FloatStorage") -> bytes:
+    return b"(" + text("storage") + f"ctorch\n{kind}\n".encode() + text("0") + text("cpu") + number(numel) + b"tQ"
 
 
 HOOKS = b"\x89" + b"ccollections\nOrderedDict\n)R"

@@ -88,10 +88,7 @@ def test_a_change_that_is_made_already_is_not_advised(options: dict[str, Any], a
         (validated(5, validation_batches=800), "Use less validation data: Trainer(limit_val_batches=4)."),
         (validated(5, validation_batches=20), "Make validation_step faster."),
         (validated(5, **restarting(0.6)), "persistent_workers=True) (now 4, False)."),
-        (
-            validated(5, validation_loaders=(NO_WORKERS,), validation_wait_s=3.0),
-            "num_workers=3, persistent_workers=True)",
-        ),
+        (validated(5, validation_loaders=(NO_WORKERS,), validation_wait_s=3.0), "num_workers=3, persistent_workers"),
         (validated(20, epochs=20, epoch_steps=10), "check_val_every_n_epoch=10)"),  # more would be too rare
         (validated(2.5, validations=20, epochs=2, epoch_steps=100), "val_check_interval=50)"),
     ],

@@ -60,14 +60,3 @@ def test_names_of_other_programs_are_escaped() -> None:
 def test_more_ranks_than_cores_are_advised_against() -> None:
     run = dataclasses.replace(contended(torch_threads=1, workers=0), host=a_host(2, local_ranks=4))
     assert "at most 2 ranks on this machine (now 4)" in diagnose(run).next_step
-
-
-def test_other_findings_keep_their_shares() -> None:
-    run = contended(0.4, phase_ms={"training_step/forward": 20.0, "callback/A": 20.0})
-    alone = dataclasses.replace(run, cores=None)
-    (callback,) = diagnose(alone).findings
-    assert callback.cause == "callback"
-    assert {one.cause: one.share for one in diagnose(run).findings} == {
-        "cpu_contention": 0.4,
-        "callback": callback.share,
-    }

@@ -84,12 +84,7 @@ def searched(chosen: LoaderSettings, *tried: tuple[LoaderSettings, float]) -> Lo
     ("result", "kind", "said", "bound"),
     [
         (None, "too_few_workers", "NumWorkersFinder() finds and applies them.", None),
-        (
-            searched(FOUND, (NO_WORKERS, 0.05), (FOUND, 0.02)),
-            "too_few_workers",
-            "num_workers=4, prefetch_factor=2) (now 0, None)",
-            2.5 * 1.15,
-        ),
+        (searched(FOUND, (NO_WORKERS, 0.05), (FOUND, 0.02)), "too_few_workers", "num_workers=4, prefetch", 2.5 * 1.15),
         (searched(NO_WORKERS, (NO_WORKERS, 0.05), (FOUND, 0.06)), "io_bound", "do less work per sample", 5.0),
         (searched(NO_WORKERS), "too_few_workers", "As measured.", None),
         # The search ended after a trial of these settings.

@@ -125,20 +125,14 @@ def test_remedies_at_the_same_batch_size_have_numbers() -> None:
 
 
 NET = MemoryLine(9 * GIB, 12, "forward", "net.py", 41, "forward")
-OF_16 = counted_steps(16, 8 * GIB, 18 * GIB)
+UP_TO_12 = counted_steps(64, 8 * GIB, 12 * GIB)
+OF_16 = dataclasses.replace(counted_steps(16, 8 * GIB, 18 * GIB), peak_lines=(NET,))
+LARGER = {"batch_shape": (64, 512), "memory": OF_16}
 
 
 WITH_LINES = {
-    "a step that takes far more for the same batch": (
-        {**USUAL, "memory": counted_steps(64, 8 * GIB, 12 * GIB)},
-        "spike",
-        "Step 12 takes more than 14.2 GiB, 3.55 times as much as earlier steps (at most 4.00 GiB), with a batch",
-    ),
-    "the lines of the batch": (
-        {"batch_shape": (64, 512), "memory": dataclasses.replace(OF_16, peak_lines=(NET,))},
-        "batch_too_large",
-        "Most of it is allocated at net.py:41 in forward (9.00 GiB).",
-    ),
+    "a step that takes far more": ({**USUAL, "memory": UP_TO_12}, "spike", "3.55 times as much as earlier steps"),
+    "the lines of the batch": (LARGER, "batch_too_large", "is allocated at net.py:41 in forward (9.00 GiB)."),
 }
 
 

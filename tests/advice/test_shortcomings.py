@@ -19,10 +19,7 @@ ENOUGH = {
 @pytest.mark.parametrize(
     ("lacks", "words"),
     [
-        (
-            {"why_not_writable": "permission denied"},
-            "Checkpoints cannot be written to /logs: permission denied. Choose",
-        ),
+        ({"why_not_writable": "permission denied"}, "cannot be written to /logs: permission denied. Choose"),
         ({"checkpoint_bytes": 6 * GIB}, "/logs has 10.0 GiB left, but two checkpoints need 12.0 GiB"),
         ({"shm_bytes": GIB // 16}, "prefetch up to 1.00 GiB of batches, but /dev/shm has only 64.0 MiB"),
         ({"cores": 3.5}, "4 DataLoader workers in total, but only 3.5 CPU cores"),

@@ -71,12 +71,3 @@ def test_the_quantity_that_changed_with_the_steps_is_named(readings: dict[Any, A
 )
 def test_other_waits_and_small_changes_are_no_slowing_down(measured: RunMeasurements) -> None:
     assert slowdown(measured) is None
-
-
-def test_time_counts_either_as_slowdown_or_for_its_phase() -> None:
-    logger = "logging/CSVLogger"
-    named = found(diagnose(of([{FORWARD: 20.0, logger: 20.0 + 20 * part} for part in UP])))
-    assert named["slowing_down"].share + named["logging"].share == pytest.approx(30 / 50)
-    assert {*found(diagnose(run({"trainer": 20.0})))} == {"slowing_down"}
-    both = diagnose(of([{FORWARD: 20.0, logger: 20.0, "logging/Other": 20 * part} for part in UP])).findings
-    assert [one.share for one in both if one.evidence.get("name") == "CSVLogger"] == [pytest.approx(20 / 50)]

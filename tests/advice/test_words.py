@@ -147,14 +147,3 @@ def test_variables_commands_classes_and_options_in_advice_exist() -> None:
         assert unknown_names(text) == [], (
             f"{text!r} names what does not exist; if it does, add it to tests/real_names.py"
         )
-
-
-@pytest.mark.parametrize(
-    ("run", "words"),
-    [
-        (work("callback/code after optimizer.step()"), 'The phase "code after optimizer.step()" takes 80%'),
-        (cpu_run(WAITS), "find_loader_settings(loader, step_time_s=...) finds them."),
-    ],
-)
-def test_a_loop_reads_what_it_can_follow(run: RunMeasurements, words: str) -> None:
-    assert words in " ".join(texts(diagnose(dataclasses.replace(run, has_trainer=False))))

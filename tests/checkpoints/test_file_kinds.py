@@ -143,10 +143,7 @@ NAMED: dict[str, tuple[bytes | Callable[[Path], Any], str]] = {
     "m.pt.gz": (gzip.compress(saved(WEIGHTS)), "is compressed .gzip.*Unpack it"),
     "weights.h5": (hdf5, "is an HDF5 file, as Keras writes"),
     "model.onnx": (b"\x08\x08\x12\x07pytorch" + bytes(64), "is an ONNX model"),
-    "lfs.pt": (
-        b"version https://git-lfs.github.com/spec/v1\n",
-        "is a Git LFS pointer, .*: git lfs pull$",
-    ),
+    "lfs.pt": (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, .*: git lfs pull$"),
     "hf.bin": (b"Entry not found", 'is a text file, "Entry not found". .*download it again'),
     "page.pt": (b"\xef\xbb\xbf <HTML><body>Sign in", 'is a web page .*, "Sign in". Download the file itself'),
 }

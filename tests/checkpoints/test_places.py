@@ -122,20 +122,6 @@ def test_weights_that_are_deeper_are_saved_alone(content: Any, tmp_path: Path, m
     assert has_loaded("weights.pt")
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ((3, {"epoch": 1}), "no weights, only a tuple of 2, first the value 3"),
-        ({"state": {0: {"mean": torch.ones(2)}}, "param_groups": []}, "no weights, only the state of an optimizer"),
-        ([[1.0, torch.tensor(1.0)]], "no weights, only a list of 1"),
-    ],
-)
-def test_what_is_no_weights_is_called_what_it_is(content: Any, words: str, tmp_path: Path) -> None:
-    torch.save(content, tmp_path / "a.pt")
-    with pytest.raises(BrokenCheckpointError, match=words):
-        load_weights(net(), tmp_path / "a.pt")
-
-
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 

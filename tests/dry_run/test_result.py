@@ -92,12 +92,7 @@ def test_a_command_that_fits_is_reported_with_its_needs() -> None:
     ("record", "gpu", "verdict", "doubt"),
     [
         (replace(COMPLETE, peak_reserved_bytes=22 * GIB), "rtx-3090", "fits", "in attend)."),
-        (
-            replace(COMPLETE, peak_reserved_bytes=23 * GIB),
-            "rtx-3090",
-            "perhaps",
-            "Above 97% of it, a real GPU may run",
-        ),
+        (replace(COMPLETE, peak_reserved_bytes=23 * GIB), "rtx-3090", "perhaps", "Above 97% of it, a real GPU"),
         (replace(COMPLETE, peak_reserved_bytes=22 * GIB, retries=1), "rtx-3090", "perhaps", "Torch had to empty its"),
         (FAILED, "t4", "does_not_fit", "failed in backward"),
     ],

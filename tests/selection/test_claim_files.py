@@ -67,23 +67,20 @@ def test_a_folder_exchanged_before_it_is_locked_is_not_used(path: Path, monkeypa
     assert list(path.with_name("old").iterdir()) == []
 
 
-@needs_root
-@pytest.mark.parametrize(
-    ("options", "count"),
-    [
-        ({}, 0),
-        ({"min_free": 1}, 1),
-        ({"exclusive": True}, 1),
-    ],
-)
-def test_a_private_folder_is_named_only_if_it_matters(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], count: int
-) -> None:
+@pytest.fixture
+def default(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the default folder of claims, on a machine with two GPUs."""
     driver.gpus = [gpu(), gpu()]
     for name in ("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", "LIGHTNING_GPU_TOOLS_JOB"):
         monkeypatch.delenv(name, raising=False)
-    default = Path(directory())
-    default.mkdir(mode=0o1777, exist_ok=True)
+    folder = Path(directory())
+    folder.mkdir(mode=0o1777, exist_ok=True)
+    return folder
+
+
+@needs_root
+@pytest.mark.parametrize(("options", "count"), [({}, 0), ({"min_free": 1}, 1)])
+def test_a_private_folder_is_named_once_if_it_matters(default: Path, options: dict[str, object], count: int) -> None:
     pick = f"from lightning_gpu_tools import select_gpus\nselect_gpus(**{options})"
     code = f"import subprocess, sys\nfor _ in range(2): subprocess.run([sys.executable, '-c', {pick!r}], check=True)"
     answer = on_mount_of_its_own(default, "mode=1777", code)
@@ -94,13 +91,8 @@ def test_a_private_folder_is_named_only_if_it_matters(
 @needs_root
 @pytest.mark.follows("LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all jobs of this server share")
 def test_a_shared_folder_instead_of_the_private_one_ends_the_warning(
-    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, default: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver.gpus = [gpu(), gpu()]
-    for name in ("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", "LIGHTNING_GPU_TOOLS_JOB"):
-        monkeypatch.delenv(name, raising=False)
-    default = Path(directory())
-    default.mkdir(mode=0o1777, exist_ok=True)
     code = "from lightning_gpu_tools import select_gpus\nprint(*select_gpus(exclusive=True).uuids)"
     said = on_mount_of_its_own(default, "mode=1777", code).stderr
     variable = re.search(r"Set (\w+) to a folder that all jobs of this server share", said)[1]

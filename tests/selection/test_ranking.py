@@ -14,6 +14,7 @@ from lightning_gpu_tools.selection.ranking import Ranking, Request, attainable, 
 
 GIB = 2**30
 MIB = 2**20
+PYTHON = GpuProcess(pid=7, name="python", user="bob")
 OWN = 4711  # a process of the job itself
 
 
@@ -101,11 +102,7 @@ def test_what_just_meets_a_requirement_can_be_used(reading: GpuReading, requirem
         (gpu(2, compute_mode="prohibited"), {}, "PROHIBITED"),
         (gpu(2, compute_mode="exclusive_process", processes=(GpuProcess(pid=7),)), {}, "in use by pid 7"),
         (gpu(2, processes=None), {"exclusive": True}, "its processes cannot be read"),
-        (
-            gpu(2, processes=(GpuProcess(pid=7, name="python", user="bob"), GpuProcess(pid=8))),
-            {"exclusive": True},
-            "in use by python of bob (pid 7) and 1 more",
-        ),
+        (gpu(2, processes=(PYTHON, GpuProcess(pid=8))), {"exclusive": True}, "by python of bob (pid 7) and 1 more"),
         (gpu(2, utilization=97.0), {"exclusive": True}, "97% busy although no process is visible"),
     ],
 )
