@@ -44,7 +44,7 @@ print(json.dumps({"machine": describe_machine(), "cuda": torch.version.cuda, "ri
 
 
 def run(torch: str, lightning: str, python: str, folder: Path) -> dict[str, Any]:
-    """Install a pair of versions in a folder, unless they are there; run the suite and return how it went."""
+    """Install a pair of versions in a folder; run the suite and return how it went."""
     print(f"torch {torch}, Lightning {lightning}, {python}: installing in {folder}", flush=True)
     subprocess.run([python, "-m", "venv", folder], check=True)
     executable = folder / "bin" / "python"
@@ -113,7 +113,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="VERSION", help="of torch, and of both of Lightning's packages")
     parser.add_argument("--python", default=sys.executable, help="the interpreter for one pair; by default this one")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the environments here, and use what is here")
     arguments = parser.parse_args()
     if len(arguments.versions) not in (0, 2):
         parser.error("name a version of torch and one of Lightning, or none for every pair")
@@ -122,7 +121,7 @@ def main() -> int:
     for torch, lightning, python in chosen:
         with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
             name = f"torch-{torch}-lightning-{lightning}-{Path(python).name}"
-            result = run(torch, lightning, python, (arguments.keep or Path(folder)).absolute() / name)
+            result = run(torch, lightning, python, Path(folder) / name)
         keep(result)
         failed += result["failed"]
     return int(failed > 0)

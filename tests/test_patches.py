@@ -43,15 +43,14 @@ def test_wrappers_come_off_in_any_order(is_class: bool, order: tuple[int, ...]) 
     assert dict(vars(owner)) == before
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_mock_of_the_users_is_as_before(order: tuple[int, ...]) -> None:
+def test_a_mock_of_the_users_is_as_before() -> None:
     owner = Mock()
     owner.method.return_value = []
     method = owner.method
     wrappers = wrapped(owner, 2)
     assert owner.method() == ["1", "0"]
-    for number in order:
-        wrappers[number].undo()
+    wrappers[0].undo()
+    wrappers[1].undo()
     assert owner.method is method
     assert owner.method() == []
     assert owner.mock_calls == [call.method(), call.method()]

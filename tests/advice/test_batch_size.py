@@ -66,13 +66,6 @@ def test_the_largest_batch_fits_and_a_little_more_does_not(
     assert needed(more, keeps=keeps, **model) + lost > 0.97 * room_mib * MIB
 
 
-def test_a_batch_takes_room_too() -> None:
-    run = recorded()
-    with_batch, without = (fitting(run, 4 * GIB, batch_bytes=size) for size in (80 * MIB, 0))
-    assert with_batch < 0.6 * without
-    assert needed(with_batch) + (with_batch - 8) * 10 * MIB <= 0.98 * 4 * GIB
-
-
 @given(st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 64))
 def test_accumulation_keeps_the_effective_batch_size(batch_size: int, fits: int, accumulate: int) -> None:
     assume(fits < batch_size)

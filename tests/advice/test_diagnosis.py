@@ -147,14 +147,6 @@ def test_a_wait_counts_only_while_the_gpu_is_idle() -> None:
     assert diagnosis.gpu_idle_percent == pytest.approx({"data_loading": 30.0, "training_step": 20.0})
 
 
-def test_times_that_contradict_the_driver_lower_the_confidence() -> None:
-    """The GPU is idle for 60% of the time by its own times, and for 35% by the driver's."""
-    diagnosis = diagnose(gpu_run(waiting(60, 40), 65.0, gpu_idle=sampled_idle(data_loading=(60.0, 60.0))))
-    finding = diagnosis.findings[0]
-    assert finding.share == pytest.approx(0.35)
-    assert finding.ceiling_lower == pytest.approx(1 / (1 - 0.10))
-
-
 # --- laws --------------------------------------------------------------------------------------------------------
 
 

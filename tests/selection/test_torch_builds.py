@@ -74,12 +74,6 @@ def test_an_unknown_build_refuses_nothing_and_old_cards_come_last(
     assert run_cli("gpus").stdout.count("picked last: its compute") == 2
 
 
-def test_a_gpu_that_does_not_report_its_version_is_picked(driver: Driver, run_cli: RunCli, install_torch: Any) -> None:
-    install_torch(CU126)
-    driver.gpus[2].errors = {"nvmlDeviceGetCudaComputeCapability": "UNKNOWN"}
-    assert names(driver, run_cli("pick")) == ["Tesla K80"]
-
-
 # Sources: CUDA C++ programming guide, "Binary Compatibility", "PTX Compatibility", and "Feature Set Compiler Targets".
 @pytest.mark.parametrize(
     ("codes", "runs", "does_not_run"),
