@@ -70,6 +70,11 @@ def smaller_batches(case: Case, advice: str) -> dict[str, Any]:
     }
 
 
+def smaller_validation_batches(case: Case, advice: str) -> dict[str, Any]:
+    size = number(r"Set batch_size=(\d+) of the validation loader", advice)
+    return {"validation": partial(runs.Batches, size, count=4)}
+
+
 def other_precision(case: Case, advice: str) -> dict[str, Any]:
     found = re.search(r"precision='([\w-]+)'", advice)
     assert found is not None, advice
@@ -95,6 +100,7 @@ def changed(words: str, **changes: Any) -> Callable[[Case, str], dict[str, Any]]
 FOLLOWED: list[tuple[Case, Callable[[Case, str], dict[str, Any]]]] = [
     (CASES["a batch that fits in forward alone"], smaller_batches),
     (CASES["a batch too large, accumulated"], smaller_batches),
+    (CASES["a validation batch too large"], smaller_validation_batches),
     (
         replace(
             CASES["a batch that fits in forward alone"],
@@ -114,9 +120,18 @@ FOLLOWED: list[tuple[Case, Callable[[Case, str], dict[str, Any]]]] = [
         changed("per_process_memory_fraction in PYTORCH_ALLOC_CONF", allowed=12_000),
     ),
     (CASES["graphs kept"], changed("loss.detach()", model=partial(runs.Keeps, runs.mean_without_graph))),
+    (CASES["outputs kept"], changed("loss.item()", model=partial(runs.Keeps, runs.as_a_number))),
+    (
+        CASES["a graph in validation"],
+        changed("Remove torch.enable_grad()", model=partial(runs.Keeps, None, runs.mean_with_graph)),
+    ),
     (
         CASES["a graph in validation"],
         changed("metric.detach()", model=partial(runs.Keeps, None, runs.mean_without_graph, with_graph=True)),
+    ),
+    (
+        CASES["outputs kept in validation"],
+        changed("Reduce outputs to numbers", model=partial(runs.Keeps, None, runs.as_a_number)),
     ),
     (
         CASES["outputs kept in validation"],
@@ -129,6 +144,7 @@ FOLLOWED: list[tuple[Case, Callable[[Case, str], dict[str, Any]]]] = [
             model=partial(runs.LoadsACheckpoint, 8, map_location="cpu", mmap=True),
         ),
     ),
+    (CASES["a hook that takes too much"], changed("Do it in parts", model=partial(runs.AtEpochEnd, 16))),
     (
         CASES["a hook that takes too much"],
         changed("and under torch.no_grad()", model=partial(runs.AtEpochEnd, 3, with_graph=False)),

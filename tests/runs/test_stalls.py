@@ -35,6 +35,7 @@ from stall_cases import (
     evaluation,
     fit,
     log_on_ranks,
+    save_on_ranks,
     swallowed_error,
     uneven_batches,
 )
@@ -106,6 +107,11 @@ FOLLOWED: dict[str, tuple[str, Callable[..., None], str]] = {
         partial(deadlocked_workers, multiprocessing_context="spawn"),
         "",
     ),
+    '"forkserver"': (
+        "workers dead-locked after fork",
+        partial(deadlocked_workers, multiprocessing_context="forkserver"),
+        "",
+    ),
     "Let the error end the process": (
         "an error swallowed on one rank",
         partial(swallowed_error, swallow=False),
@@ -116,7 +122,13 @@ FOLLOWED: dict[str, tuple[str, Callable[..., None], str]] = {
         partial(uneven_batches, is_distributed=True),
         "",
     ),
+    "Trainer(limit_train_batches=": (
+        "uneven numbers of batches",
+        partial(uneven_batches, limit_train_batches=AT),
+        "",
+    ),
     "no self.log(..., sync_dist=True)": ("sync_dist on one rank", partial(log_on_ranks, ranks=(0, 1)), ""),
+    "trainer.save_checkpoint() or barrier": ("a checkpoint on one rank", partial(save_on_ranks, ranks=(0, 1)), ""),
 }
 
 

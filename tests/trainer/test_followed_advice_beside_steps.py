@@ -200,7 +200,7 @@ def test_a_test_that_logs_as_advised_writes_once(tmp_path: Path, hand_clock: Han
     assert not advice(**options_in(r"(on_step=False)", advice(on_step=True)))
 
 
-@pytest.mark.parametrize("stage", ["fit", "predict"])
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 @pytest.mark.follows("Profile the {} step: Trainer(profiler='pytorch', {}).")
 def test_some_steps_of_each_stage_are_profiled_as_advised(
     tmp_path: Path, stage: str, caplog: pytest.LogCaptureFixture

@@ -102,12 +102,3 @@ def test_fit_refuses_weights_alone_and_load_weights_takes_them(folder: Path) -> 
     getattr(lightning_gpu_tools, advice[1])(model, folder / "odd.ckpt")
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in content["state_dict"].items())
     assert fit(model, folder).global_step == 3
-
-
-def test_renamed_weights_are_no_error_without_strict(folder: Path) -> None:
-    class Lax(Lit):
-        strict_loading = False  # type: ignore[assignment]
-
-    content = {**checkpoint(folder), "state_dict": {"other": torch.ones(2)}}
-    with pytest.warns(UserWarning, match=r"(?s)odd\.ckpt does not fit Lax.*strict_loading is False"):
-        assert resume(content, Lax(), folder).global_step == 3
