@@ -99,12 +99,12 @@ def test_without_a_command_the_usage_is_wrong(driver: Driver, call: RunCli) -> N
     assert driver.calls() == []
 
 
-def test_advise_needs_no_gpu(driver: Driver, run_cli: RunCli, call: RunCli) -> None:
+def test_advise_needs_no_gpu(driver: Driver, run_cli: RunCli) -> None:
     with driver.change():
         driver.library_missing = True
     answer = run_cli("run", "--advise", "--", "sh", "-c", "echo $LIGHTNING_GPU_TOOLS")
     assert (answer.returncode, answer.stdout) == (0, "advise\n")
-    assert call("run", "--advise", "-n", "1", "--", "true").returncode == 4
+    assert run_cli("run", "--advise", "-n", "1", "--", "true").returncode == 4
 
 
 def test_an_option_on_gpus_claims_some_also_under_advise(driver: Driver, run_cli: RunCli) -> None:
