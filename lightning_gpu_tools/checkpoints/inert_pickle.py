@@ -51,20 +51,11 @@ _PLAIN = re.compile(
     r"|_codecs\.encode"
     r"|builtins\.(bytearray|set|complex)"
 )
-# These only store values. Not collections.deque, which torch refuses to fill even if it is allowed.
+# Of modules that can run code, these only store values.
 _HARMLESS = re.compile(
-    r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path"
-    r"|datetime\.\w+|decimal\.Decimal|fractions\.Fraction|uuid\.UUID|zoneinfo\.ZoneInfo"
-    r"|argparse\.Namespace|types\.SimpleNamespace|collections\.defaultdict|functools\.partial"
+    r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path|fractions\.Fraction|uuid\.UUID|zoneinfo\.ZoneInfo"
+    r"|argparse\.Namespace|types\.SimpleNamespace|functools\.partial|typing\.Any|_io\.BytesIO"
     r"|builtins\.(list|dict|tuple|int|float|str|bytes|bool|slice|range|frozenset)"
-    r"|numpy\.(ndarray|dtype|dtypes\.\w+)"
-    r"|numpy\.(_core|core)\.(multiarray\.(_reconstruct|scalar)|numeric\._frombuffer)"
-    r"|torch\.nn\.modules\.\w+\.\w+"
-    r"|torch\.optim\.(\w+\.)?\w+"
-    r"|torch\.torch_version\.TorchVersion|_io\.BytesIO"
-    r"|(lightning\.|lightning_)fabric\.utilities\.data\.AttributeDict"
-    r"|(lightning(\.pytorch)?|pytorch_lightning)\.utilities\.parsing\.AttributeDict"
-    r"|omegaconf\.\w+\.\w+|typing\.Any"
 )
 # Modules that can run code: TorchScript's, and those of the standard library except these, which only hold values.
 _CODE_MODULES = {"__torch__", *sys.stdlib_module_names} - {
