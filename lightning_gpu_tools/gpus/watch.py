@@ -1,4 +1,4 @@
-"""Threads that sample the GPUs of one node during one fit, and the metrics, summaries and problems of these GPUs."""
+"""A thread that samples the GPUs of one node during one fit, and the metrics, summaries and problems of these GPUs."""
 
 from __future__ import annotations
 
@@ -38,44 +38,8 @@ _TIMELINES = ("utilization_percent", "memory_used_bytes", "power_watts")
 _LAST_POLL_S = 2.0  # limit for one more poll at the end of a run
 
 
-class _Poller(threading.Thread):
-    """A thread that polls one GPU, so that a hanging GPU does not delay the others."""
-
-    def __init__(self, run: Callable[[_Poller], None], uuid: str) -> None:
-        super().__init__(name="lightning-gpu-tools-sampler", daemon=True)
-        self._run = run
-        self.uuid = uuid
-        self.begun = self.done = self.wanted = 0  # polls
-        self.ended = False
-        self.failure: Exception | None = None  # the reason why it ended early
-        self.busy_since_s: float | None = time.monotonic()  # in the driver
-        self.cpu_s = 0.0
-
-    def run(self) -> None:
-        self._run(self)
-
-    @property
-    def is_late(self) -> bool:
-        since_s = self.busy_since_s  # read once, because the thread may change it
-        limit_s = limits.LIMIT_S if self.begun else limits.OPENING_LIMIT_S
-        return since_s is not None and time.monotonic() - since_s > limit_s
-
-    @property
-    def has_no_samples(self) -> bool:
-        return self.is_late or self.failure is not None
-
-    def problem(self) -> str:
-        """Return the reason why there are no samples now."""
-        if self.failure is not None:
-            error = printable(repr(self.failure), 200)
-            return f"{self.uuid} is no longer measured after an unexpected error: {error}."
-        function = limits.pending_function(self)
-        late = f"The driver has not answered {function} for {self.uuid} within {limits.LIMIT_S:.0f} s"
-        return f"{late}. This GPU is not measured until it answers. Check `dmesg`."
-
-
 class GpuWatch:
-    """Threads that sample GPUs and MIG instances until they are closed, and aggregate the samples.
+    """A thread that samples GPUs and MIG instances until it is closed, and aggregates the samples.
 
     ``gpus`` are those to log and report, and the model is ``trained_on`` some of these or others. ``job_pids`` returns
     the PIDs of this job's processes on the node, in their own namespace. ``gpm`` is whether to use the GPU performance
@@ -83,7 +47,7 @@ class GpuWatch:
 
     The constructor raises ``NvmlUnavailableError`` without a usable NVIDIA driver. If reading a GPU fails later, or the
     driver does not answer for it, its windows report that as a problem, and the other GPUs are still sampled. In a
-    forked child, which has no such threads, the watch is empty.
+    forked child, which has no such thread, the watch is empty.
     """
 
     def __init__(
@@ -122,32 +86,34 @@ class GpuWatch:
         }
         self._latest: dict[str, GpuSample] = {}
         self.refused: dict[str, None] = {}  # descriptions of counters that the driver refuses
-        self._stopping = False
-        lock = threading.Lock()  # guards everything that the threads collect
-        self._polled, self._wake = threading.Condition(lock), threading.Condition(lock)
-        self._pollers = [_Poller(self._run, uuid) for uuid in uuids]
-        for poller in self._pollers:
-            poller.start()
-        with self._polled:
-            self._polled.wait_for(lambda: all(poller.begun or poller.ended for poller in self._pollers), limits.LIMIT_S)
-            unusable = [poller.failure for poller in self._pollers if isinstance(poller.failure, NvmlUnavailableError)]
-            if unusable:
-                self._stop()
-                raise unusable[0]
+        self._probes: dict[str, GpuProbe] = {}
+        self._failures: dict[str, Exception] = {}  # GPU -> why it is no longer measured
+        self._late: dict[str, str] = {}  # GPU -> function that the driver has not answered
+        self._cpu_s: dict[str, float] = {}  # of the calls for a GPU, and of the thread itself
+        self._begun = self._done = self._wanted = 0  # polls
+        self._stopping = self._has_ended = False
+        self._changed = threading.Condition()  # its lock guards everything that the thread collects
+        self._thread = threading.Thread(target=self._run, name="lightning-gpu-tools-sampler", daemon=True)
+        self._thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._done or self._has_ended, limits.LIMIT_S)
+            unusable = [error for error in [*self._failures.values()] if isinstance(error, NvmlUnavailableError)]
+        if unusable:
+            self._stop()
+            raise unusable[0]
         from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
         self._job_pids = job_pids if nvml.pids_are_ours() else lambda: None
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of the threads."""
-        return sum(poller.cpu_s for poller in self._pollers)
+        """CPU time of the thread and of its calls."""
+        return sum([*self._cpu_s.values()])
 
     @property
     def polled(self) -> tuple[int, frozenset[str]]:
-        """The smallest number of polls among the GPUs that answer, and the UUIDs of those that do not."""
-        late = frozenset(poller.uuid for poller in self._pollers if poller.has_no_samples)
-        return min((poller.done for poller in self._pollers if poller.uuid not in late), default=0), late
+        """The number of polls, and the UUIDs of the GPUs that have no samples now."""
+        return self._done, frozenset((*self._failures, *self._late))
 
     @property
     def own_pids(self) -> frozenset[int] | None:
@@ -157,7 +123,7 @@ class GpuWatch:
     def enter(self, phase: Phase) -> None:
         """Assign samples to this phase from now on. The first phase is training."""
         if self._pid == os.getpid():  # in a forked child, a thread of the parent may hold the lock forever
-            with self._polled:
+            with self._changed:
                 self._phases.enter(phase, time.time())
 
     def take(self, phase: Phase = "training") -> dict[str, GpuWindow]:
@@ -230,7 +196,7 @@ class GpuWatch:
         return tuple(self._summary(*gpu) for gpu in gpus)
 
     def _summary(self, gpu: GpuReading, window: GpuWindow, validation: GpuWindow) -> GpuSummary:
-        with self._polled:
+        with self._changed:
             series = {name: timeline.series() for name, timeline in self._timelines[window.uuid].items()}
         power = [watts for _, watts in series["power_watts"].points()]
         return GpuSummary(
@@ -248,88 +214,99 @@ class GpuWatch:
         )
 
     def close(self) -> None:
-        """End the threads. Collected data can still be taken."""
+        """End the thread. Collected data can still be taken."""
         if self._pid == os.getpid():
-            with self._polled:
-                self._stop()
-            until_s = time.monotonic() + limits.LIMIT_S
-            for poller in self._pollers:
-                poller.join(0 if poller.is_late else max(0.0, until_s - time.monotonic()))
+            self._stop()
+            self._thread.join(limits.LIMIT_S)
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
 
     def _latest_samples(self) -> dict[str, GpuSample]:
         """Return the last sample of each GPU, by UUID."""
         if self._pid != os.getpid():
             return {}
-        with self._polled:
+        with self._changed:
             return dict(self._latest)
-
-    def _stop(self) -> None:
-        self._stopping = True
-        self._wake.notify_all()
 
     def _read(
         self, windows: dict[str, WindowBuilder], read: Callable[[WindowBuilder], GpuWindow], wait_s: float = 0.0
     ) -> dict[str, GpuWindow]:
-        if self._pid != os.getpid():  # the parent's threads may hold the lock forever
+        if self._pid != os.getpid():  # the parent's thread may hold the lock forever
             return {}
-        with self._polled:
+        with self._changed:
             if wait_s > 0:
-                for poller in self._pollers:
-                    poller.wanted = poller.begun + 1
-                self._wake.notify_all()
-                self._polled.wait_for(
-                    lambda: all(
-                        poller.done >= poller.wanted or poller.ended or poller.is_late for poller in self._pollers
-                    ),
-                    min(wait_s, limits.LIMIT_S),  # there is no notification if a poll becomes late
-                )
+                self._wanted = wanted = self._begun + 1
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._done >= wanted or self._has_ended, min(wait_s, limits.LIMIT_S))
             found = {uuid: read(window) for uuid, window in windows.items()}
-        for poller in self._pollers:
-            if poller.has_no_samples:
-                window = found[poller.uuid]
-                found[poller.uuid] = dataclasses.replace(window, problems=(*window.problems, poller.problem()))
+            problems = {
+                uuid: f"{uuid} is no longer measured after an unexpected error: {printable(repr(error), 200)}."
+                for uuid, error in [*self._failures.items()]
+            }
+            for uuid, function in self._late.items():
+                late = f"The driver has not answered {function} for {uuid} within {limits.LIMIT_S:.0f} s"
+                problems[uuid] = f"{late}. This GPU is not measured until it answers. Check `dmesg`."
+        for uuid, problem in problems.items():
+            found[uuid] = dataclasses.replace(found[uuid], problems=(*found[uuid].problems, problem))
         own_pids = self.own_pids
         return {uuid: with_shares(window, own_pids) for uuid, window in found.items()}
 
-    def _run(self, poller: _Poller) -> None:
-        probe: GpuProbe | None = None
+    def _run(self) -> None:
         try:
-            from lightning_gpu_tools.gpus.nvml.probe import GpuProbe  # only now: it imports pynvml
+            from lightning_gpu_tools.gpus import nvml  # only now: it imports pynvml
 
-            probe = GpuProbe(poller.uuid, gpm=self._gpm)
-            while not self._stopping:
-                self._poll(poller, probe)  # the first sample is the baseline of the counters
-                with self._wake:
-                    self._wake.wait_for(lambda: self._stopping or poller.done < poller.wanted, self._interval_s)
-        except Exception as error:  # noqa: BLE001 - training continues after any error
-            poller.failure = error
+            with nvml.session():
+                while not self._stopping:
+                    self._poll()
+                    with self._changed:  # the first sample is the baseline of the counters
+                        self._changed.wait_for(lambda: self._stopping or self._begun < self._wanted, self._interval_s)
+                limits.answers({uuid: probe.close for uuid, probe in self._probes.items()}, limits.LIMIT_S)
+        except Exception as error:  # noqa: BLE001 - no driver; or Python, which is ending, starts no thread
+            self._failures.update(dict.fromkeys(self._timelines, error))
         finally:
-            if probe is not None:
-                probe.close()
-            with self._polled:
-                poller.ended = True
-                poller.busy_since_s = None
-                self._polled.notify_all()
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify_all()
 
-    def _poll(self, poller: _Poller, probe: GpuProbe) -> None:
-        with self._polled:
-            poller.begun += 1
-            poller.busy_since_s = time.monotonic()
-            self._polled.notify_all()
-        sample = probe.read()  # without the lock: this takes time
-        with self._polled:
-            for windows in (*self._recent.values(), *self._whole.values()):
-                windows[sample.uuid].add(sample)
-            timelines = self._timelines[sample.uuid]
-            for entry, seconds in zip(sample.utilization, weights_s(sample.utilization), strict=True):
-                timelines["utilization_percent"].add(entry.time_s, entry.percent, seconds)
-            for name in _TIMELINES[1:]:
-                value = getattr(sample, name)
-                if value is not None:
-                    timelines[name].add(sample.time_s, value)
-            self._latest[sample.uuid] = sample
-            self.refused = {**self.refused, **dict.fromkeys(sample.refused)}  # a new one: it is read without the lock
-            poller.done += 1
-            poller.busy_since_s = None
-            poller.cpu_s = time.thread_time()
-            self._polled.notify_all()
+    def _poll(self) -> None:
+        self._begun += 1
+        uuids = [uuid for uuid in self._timelines if uuid not in self._failures]
+        # A GPU that hangs delays the others once. It is not asked again until it has answered.
+        reads = {uuid: functools.partial(self._sample, uuid) for uuid in uuids}
+        _, late = limits.answers(reads, limits.LIMIT_S)
+        self._cpu_s[""] = time.thread_time()
+        with self._changed:
+            self._late = late
+            self._done += 1
+            self._changed.notify_all()
+
+    def _sample(self, uuid: str) -> None:
+        """Read a GPU, in a thread of its own, and add the sample, even if it comes late."""
+        try:
+            if uuid not in self._probes:
+                from lightning_gpu_tools.gpus.nvml.probe import GpuProbe  # only now: it imports pynvml
+
+                self._probes[uuid] = GpuProbe(uuid, gpm=self._gpm)
+            sample = self._probes[uuid].read()
+            with self._changed:
+                self._add(sample)
+        except Exception as error:  # noqa: BLE001 - training continues after any error
+            self._failures[uuid] = error
+        finally:
+            self._cpu_s[uuid] = self._cpu_s.get(uuid, 0.0) + time.thread_time()
+
+    def _add(self, sample: GpuSample) -> None:
+        for windows in (*self._recent.values(), *self._whole.values()):
+            windows[sample.uuid].add(sample)
+        timelines = self._timelines[sample.uuid]
+        for entry, seconds in zip(sample.utilization, weights_s(sample.utilization), strict=True):
+            timelines["utilization_percent"].add(entry.time_s, entry.percent, seconds)
+        for name in _TIMELINES[1:]:
+            value = getattr(sample, name)
+            if value is not None:
+                timelines[name].add(sample.time_s, value)
+        self._latest[sample.uuid] = sample
+        self.refused = {**self.refused, **dict.fromkeys(sample.refused)}  # a new one: it is read without the lock

@@ -71,10 +71,12 @@ def test_all_that_is_opened_is_closed(clock):
     clock.gpus = [gpu(gpm={2: 10}), gpu()]
     with watching(clock, gpm=True) as reader:
         poll_and_take(reader)
-        assert len(sampling_threads()) == 2
+        assert len(sampling_threads()) == 1
     reader.close()
     functions = [call.function for call in clock.calls()]
-    assert functions.count("nvmlInitWithFlags") == functions.count("nvmlShutdown") == 2  # one probe a GPU
+    assert (
+        functions.count("nvmlInitWithFlags") == functions.count("nvmlShutdown") == 3
+    )  # a probe per GPU, and the thread
     assert functions.count("nvmlGpmSampleAlloc") == functions.count("nvmlGpmSampleFree") == 2
 
 

@@ -247,7 +247,7 @@ def test_the_training_thread_never_calls_the_driver(driver: Driver, tmp_path: Pa
     with pytest.warns(UserWarning, match=r"GPU 0 reports an error: Xid 31 \(see NVIDIA's"):
         folder = train(tmp_path, monitor, model=Model(time.sleep, step_s=0.02), log_every_n_steps=10)
     calls = driver.calls()
-    assert {call.thread for call in calls} == {"lightning-gpu-tools-sampler", "lightning-gpu-tools-driver"}
+    assert {call.thread for call in calls} == {"lightning-gpu-tools-driver"}
     assert not [call for call in calls if "Gpm" in call.function]
     functions = [call.function for call in calls]
     assert functions.count("nvmlInitWithFlags") == functions.count("nvmlShutdown") > 0
