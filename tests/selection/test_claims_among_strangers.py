@@ -107,6 +107,7 @@ class Job:
                 os._exit(exit_code)
 
     def _become(self, user_id: int, path: Path) -> None:
+        signal.alarm(60)
         os.dup2(self._streams[0].fileno(), 1)
         os.dup2(self._streams[1].fileno(), 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
