@@ -25,6 +25,9 @@ class Folder(Dataset[torch.Tensor]):
     def folder(self) -> str:
         raise AssertionError("code of the dataset")
 
+    def __len__(self) -> int:
+        return 90
+
 
 def test_the_path_of_a_dataset_is_found_without_running_it(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
