@@ -29,7 +29,6 @@ MIN_STEPS = 50  # steady steps before a verdict
 MIN_SECONDS = 20.0  # of steady steps, before a warning
 AT_END = 0.25  # of MIN_SECONDS, before the verdict on a finished run, which cannot be measured longer
 MAX_UNNAMED = 0.10  # our default, of the wall time: from here on, no run is healthy
-BUSY_PERCENT = 80.0  # a GPU that runs a kernel for this much of the time looks well used
 FIND_FUNCTION = (
     "Find the slow function: py-spy record --pid PID --duration 30, or python -m cProfile -s tottime SCRIPT."
 )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper
 from lightning_gpu_tools.advice.findings import Finding, lost_time
-from lightning_gpu_tools.advice.idle_in_step import is_tiny
+from lightning_gpu_tools.advice.idle_time import is_tiny
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 _IDLE_PERCENT = 1.0  # torch's TensorBoard plugin: 0
