@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import html
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 from lightning_gpu_tools.advice.findings import gain, label_of
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount
-from lightning_gpu_tools.files import replacing
 from lightning_gpu_tools.reports.gpu_table import gpu_rows
-from lightning_gpu_tools.reports.report import PAGE_NAME, Report
+from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.text import (
     LINE_COLUMNS,
     cause_phase,
@@ -64,20 +61,6 @@ tbody th {{ font-weight: 400; }}
 </body>
 </html>
 """
-
-
-def save_page(report: Report, folder: str | os.PathLike[str]) -> Path:
-    """Write ``gpu_report.html`` completely or not at all, and return its path (needs the ``plot`` extra).
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    from lightning_gpu_tools.reports.plot import svg_of
-
-    target = Path(folder) / PAGE_NAME
-    with replacing(str(target)) as file:
-        file.write(render_page(report, svg_of(report)).encode())
-    return target
 
 
 def render_page(report: Report, picture: str = "") -> str:

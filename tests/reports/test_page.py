@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from sample_report import FINDING
@@ -16,7 +15,7 @@ from lightning_gpu_tools.training.run_measurements import SourceLine
 pytest.importorskip("matplotlib", reason="needs the extra plot")
 
 from lightning_gpu_tools.reports.page import render_page
-from lightning_gpu_tools.reports.plot import save_plot, svg_of
+from lightning_gpu_tools.reports.plot import png_of, svg_of
 
 # What a page may consist of, outside its picture.
 TAGS = {
@@ -50,10 +49,10 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize(("nodes", "gpus", "seconds"), SIZES)
-def test_picture_and_page_of_any_job_are_small(tmp_path: Path, nodes: int, gpus: int, seconds: float) -> None:
+def test_picture_and_page_of_any_job_are_small(nodes: int, gpus: int, seconds: float) -> None:
     report = simulated_report(nodes=nodes, gpus=gpus, seconds=seconds)
     assert len(render_page(report, svg_of(report)).encode()) <= 150_000
-    picture = save_plot(report, tmp_path).read_bytes()
+    picture = png_of(report)
     width, height = struct.unpack(">II", picture[16:24])
     assert (width, 250 < height < 1500) == (1440, True)
     assert len(picture) < 500_000
