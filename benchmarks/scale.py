@@ -46,7 +46,7 @@ from lightning_gpu_tools.reports.report import RUNNING
 from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.reports.schema import to_json
 from lightning_gpu_tools.reports.text import render_text
-from lightning_gpu_tools.runs.rank_entries import received
+from lightning_gpu_tools.runs.ranks import steps_of
 from lightning_gpu_tools.runs.run_report import describe
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S, Board, RankExchange, RankPlace
 
@@ -153,6 +153,8 @@ def facts_of(place: RankPlace, chance: random.Random) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "pid": 100_000 + place.rank,
         "own_step": {
+            "rank": place.rank,
+            "node": place.node,
             "own_step_s": over_time[0],
             "phase_s": phase_s,
             "own_s_over_time": over_time,
@@ -214,8 +216,8 @@ def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:
         job.exchange.publish()
         time.sleep(0.2)
     entries = job.exchange.entries()
-    listing_s = median(timed_s(lambda: received(entries, own_rank=0)) for _ in range(REPEATS))
-    run = gpu_run({"training_step": 100}, 99.0, ranks=received(entries, own_rank=0).ranks)
+    listing_s = median(timed_s(lambda: steps_of(entries)) for _ in range(REPEATS))
+    run = gpu_run({"training_step": 100}, 99.0, ranks=steps_of(entries))
     judging_s = median(timed_s(lambda: list(straggler.find(run))) for _ in range(REPEATS))
     found = next(straggler.find(run), None)
     assert ranks < 10 or (found is not None and found.evidence["who"] == "rank 9"), found

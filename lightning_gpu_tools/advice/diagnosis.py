@@ -193,7 +193,8 @@ def _judge(
     found = [finding for finding in findings if kinds[finding.cause] in ("idle", "busy")]
     if any(finding.share for finding in others):  # they compute; otherwise they only hold memory, as far as known
         return "shared_gpu", others, ()
-    percent, verdict = busy_percent(run), "healthy"
+    percent = busy_percent(run)
+    verdict: Verdict = "healthy"
     if not run.on_gpu or percent is None:
         verdict = "low" if found else "unknown" if run.on_gpu else "healthy"
     elif percent < min_utilization_percent or few_active_sms(run) is not None or "busy" in kinds.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 
-from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
+from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT
 from lightning_gpu_tools.arguments import check_percentage
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.runs.run_report import conclude
@@ -52,20 +52,19 @@ class Advisor:
             self._next_judgment = later
             return
         recorder = session.begin()
-        measured = recorder.measurements()
+        exchange, measured = recorder.ranks.exchange, recorder.measurements()
+        # Rank 0 may still lack the speed of other ranks.
+        is_early = session.run.place.rank == 0 and exchange.ranks > max(1, len(measured.ranks))
         diagnosis = conclude(session, measured)
-        if diagnosis is None or diagnosis.verdict == "too_short" or recorder.ranks.are_missing(measured):
+        if diagnosis is None or diagnosis.verdict == "too_short" or is_early:
             self._next_judgment = later
         elif diagnosis.verdict != "low":
             self._next_judgment *= 2  # judging costs about a millisecond
         else:
             self._next_judgment = math.inf
-            session.warn(_in_one_line(diagnosis), category=LowGPUUtilizationWarning)
-
-
-def _in_one_line(diagnosis: Diagnosis) -> str:
-    """Return the cost of the first cause and the change, without their details: the report has these."""
-    sentences = diagnosis.why.split(". ")
-    costs = next((one for one in sentences if "of the wall time" in one), sentences[0])
-    change, _, _ = diagnosis.next_step.partition(". ")
-    return f"{costs.partition(' (')[0].rstrip('.')}. {change.rstrip('.')}."
+            # The cost of the first cause and the change, without their details: the report has these.
+            sentences = diagnosis.why.split(". ")
+            costs = next((sentence for sentence in sentences if "of the wall time" in sentence), sentences[0])
+            change, _, _ = diagnosis.next_step.partition(". ")
+            message = f"{costs.partition(' (')[0].rstrip('.')}. {change.rstrip('.')}."
+            session.warn(message, category=LowGPUUtilizationWarning)

@@ -31,34 +31,25 @@ def log_summary(report: Report, text: str, logger: Any, step: int) -> None:
     numbers = {name: value for name, value in named.items() if isinstance(value, float) and math.isfinite(value)}
     if numbers:
         logger.log_metrics(metrics=numbers, step=step)
-    for name, value in named.items():
-        if isinstance(value, str):
-            _log_text(logger, name, value, step)
-    _log_page(logger, f"gpu_tools{separator}report", report, text, step)
-
-
-def _log_text(logger: Any, name: str, text: str, step: int) -> None:
-    # Lightning's loggers share no method for texts, and CSV files have no place for them.
+    texts = {name: value for name, value in named.items() if isinstance(value, str)}
+    page = f"gpu_tools{separator}report"
+    # Lightning's loggers share no method for texts, and CSV files have no place for them. A page has no picture, which
+    # is not drawn yet.
     experiment: Any = getattr(logger, "experiment", None)  # Lightning's base class does not have it
-    if hasattr(experiment, "add_text"):  # TensorBoard
-        experiment.add_text(name, text, step)
+    if hasattr(experiment, "add_text"):  # TensorBoard, which shows text as Markdown
+        for name, value in {**texts, page: textwrap.indent(text, "    ")}.items():
+            experiment.add_text(name, value, step)
     elif hasattr(experiment, "set_tag"):  # MLflow
-        experiment.set_tag(logger.run_id, name, text)
+        for name, value in texts.items():
+            experiment.set_tag(logger.run_id, name, value)
+        experiment.log_text(logger.run_id, render_page(report), f"{page}.html")
     elif hasattr(experiment, "log_other"):  # Comet
-        experiment.log_other(name, text)
+        for name, value in texts.items():
+            experiment.log_other(name, value)
+        experiment.log_asset_data(render_page(report), name=f"{page}.html")
     elif hasattr(experiment, "summary"):  # Weights & Biases
-        experiment.summary[name] = text
-
-
-def _log_page(logger: Any, name: str, report: Report, text: str, step: int) -> None:
-    """Send the report as a page, without its picture, which is not drawn yet; or as text to TensorBoard."""
-    experiment: Any = getattr(logger, "experiment", None)
-    if hasattr(experiment, "add_text"):  # TensorBoard, which shows it as Markdown
-        experiment.add_text(name, textwrap.indent(text, "    "), step)
-    elif hasattr(experiment, "set_tag"):  # MLflow
-        experiment.log_text(logger.run_id, render_page(report), f"{name}.html")
-    elif hasattr(experiment, "log_other"):  # Comet
-        experiment.log_asset_data(render_page(report), name=f"{name}.html")
-    elif hasattr(experiment, "summary") and "wandb" in sys.modules:  # Weights & Biases
-        page = sys.modules["wandb"].Html(io.StringIO(render_page(report)), inject=False)  # without W&B's style sheet
-        logger.log_metrics({name: page}, step)
+        for name, value in texts.items():
+            experiment.summary[name] = value
+        if "wandb" in sys.modules:
+            html = sys.modules["wandb"].Html(io.StringIO(render_page(report)), inject=False)  # without its style sheet
+            logger.log_metrics({page: html}, step)

@@ -3,33 +3,57 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
 
 from lightning_gpu_tools.advice.memory_account import MemoryAccount, accounts
+from lightning_gpu_tools.advice.ranks import slowest_rank, usual_s, with_waits
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.memory.readings import RankMemory
-from lightning_gpu_tools.runs.rank_entries import Received, received
+from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.training.phases import (
+    BACKWARD,
+    CAPTURED,
+    EPOCH_START,
+    FORWARD,
+    OPTIMIZER,
+    RANK_WAIT,
+    TRAINING_STEP,
+    base_phase,
+    is_backward,
+    is_outside_step,
+)
 from lightning_gpu_tools.training.rank_exchange import Entry, RankExchange, RankPlace
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.rank_waits import RankWaits
+from lightning_gpu_tools.training.run_measurements import HeldContext, RankStep, SourceLine, StepBlock
 from lightning_gpu_tools.training.safe_reader import SafeReader
+from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.units import number_ranges
 
 _T = TypeVar("_T")
 
-
+_MAX_LINES = 8  # our default: that a rank sends to rank 0
 _MAX_TROUBLES = 8  # of other nodes at a time: these fit on a screen
+_MIN_GPU_SAMPLES = 5  # our default: sampled steps of a GPU, to compare ranks
+_OUTSIDE = "outside"  # callbacks, loggers, checkpoints, and validation, without waits for other ranks
+_MAX_PARTS = 16  # our default: of a run, to show when a rank was slow
 
 
 class Ranks:
     """The exchange of one rank with the others, from the start of training."""
 
     def __init__(self, name: str, place: RankPlace, store: Any, reader: SafeReader) -> None:
-        self.received = Received()
+        # In the entries of all ranks:
+        self.steps: tuple[RankStep, ...] = ()
+        self.batch_sizes: list[int] = []  # in samples: the largest that fits each rank's GPU
+        self.others_contexts: list[HeldContext] = []
         self._place = place
         self._reader = reader
         self._pids: frozenset[int] | None = None
@@ -58,7 +82,11 @@ class Ranks:
 
     def _receive(self, entries: Sequence[Entry]) -> None:
         """Process the entries of the ranks: on rank 0, in the thread of the exchange."""
-        self.received = received(entries, self._place.rank)
+        self.steps = steps_of(entries)
+        self.batch_sizes = not_none(entry.get("largest_batch_size") for entry in entries)
+        others = (entry for entry in entries if entry["rank"] != self._place.rank)
+        contexts = [context for entry in others for context in entry.get("contexts", ())]
+        self.others_contexts = msgspec.convert(contexts, list[HeldContext])
         for entry in entries:
             if "metrics" in entry and entry["turn"] > self._turns.get(entry["rank"], 0):
                 self._turns[entry["rank"]] = entry["turn"]
@@ -74,22 +102,119 @@ class Ranks:
     def gpus_of_other_nodes(self) -> tuple[GpuSummary, ...]:
         """Return the GPUs in the latest entries of other nodes."""
         gpus = (gpu for entry in self.exchange.entries() for gpu in entry.get("gpus", ()))
-        return tuple(not_none(self._read("the GPUs of another node", GpuSummary, gpu) for gpu in gpus))
-
-    def _read(self, what: str, kind: type[_T], facts: Any) -> _T | None:
-        time.sleep(0)  # releases the GIL to the training thread, if this is another thread
-        found: _T | None = self._reader.read(what, partial(msgspec.convert, facts, kind), None)
-        return found
+        return tuple(self._read("the GPUs of another node", GpuSummary, gpus))
 
     def memory_accounts(self, own: RankMemory | None, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:
         """Return the use of each GPU's memory by all ranks, or, faster, by this rank only."""
         ranks = [] if own is None else [own]
         if all_ranks:
             others = (entry for entry in self.exchange.entries() if entry["rank"] != self._place.rank)
-            received = (entry["memory"] for entry in others if entry.get("memory"))
-            ranks += not_none(self._read("the memory of another rank", RankMemory, memory) for memory in received)
+            memories = (entry["memory"] for entry in others if entry.get("memory"))
+            ranks += self._read("the memory of another rank", RankMemory, memories)
         return accounts(ranks)
 
-    def are_missing(self, measured: RunMeasurements) -> bool:
-        """Return whether it is too early to judge, because rank 0 lacks the speed of other ranks."""
-        return self._place.rank == 0 and self.exchange.ranks > max(1, len(measured.ranks))
+    def _read(self, what: str, kind: type[_T], entries: Iterable[Any]) -> list[_T]:
+        found: list[_T | None] = []
+        for entry in entries:
+            time.sleep(0)  # releases the GIL to the training thread, if this is another thread
+            found.append(self._reader.read(what, partial(msgspec.convert, entry, kind), None))
+        return not_none(found)
+
+
+def steps_of(entries: Sequence[Mapping[str, Any]]) -> tuple[RankStep, ...]:
+    """Return the steps in the entries of ranks, if at least two have steady steps. Only the slowest has its lines."""
+    published = [entry["own_step"] for entry in entries if entry.get("own_step") is not None]
+    if len(published) < 2:
+        return ()
+    ranks = msgspec.convert(published, tuple[RankStep, ...])
+    ranks = with_waits(ranks, {entry["rank"]: entry.get("waits") or {} for entry in entries})
+    slowest, _ = slowest_rank(ranks) or (None, 0.0)
+    return tuple(one if one is slowest else replace(one, lines=()) for one in ranks)
+
+
+def own_step(run: Run, clock: StepClock, rank_waits: RankWaits, lines: Iterable[SourceLine]) -> RankStep | None:
+    """Return this rank's step, with its most frequent lines; ``None`` before steady steps."""
+    if not clock.blocks:
+        return None
+    parts = ["data_loading", "host_to_device_copy"]
+    gpu_s = _own_gpu_s(run, clock, rank_waits)
+    if not gpu_s and (run.is_plain_ddp or run.gpus):  # over NCCL, the host waits for no rank within these
+        parts += ["forward", "optimizer", *([] if rank_waits.unseen else ["backward"])]
+    blocks = list(clock.blocks)
+    total = sum(blocks, StepBlock())
+    gpu_step_s = sum(gpu_s.values())
+    outside_step_s = {
+        phase: seconds / max(1, clock.steps)
+        for phase, seconds in clock.seconds.items()
+        if is_outside_step(phase) or phase == EPOCH_START
+    }
+    of_parts = _by_part(total.phase_s)
+    phase_s = {**{part: of_parts[part] / total.steps for part in parts}, **outside_step_s, **gpu_s}
+    while len(blocks) > _MAX_PARTS:
+        pairs = zip(blocks[::2], blocks[1::2], strict=False)  # an unpaired last block waits for the next
+        blocks = [first + second for first, second in pairs]
+
+    def own_s(block: StepBlock) -> float:
+        of_parts = _by_part(block.phase_s)
+        on_host_s = sum(of_parts[part] for part in (*parts, _OUTSIDE))
+        on_gpu_s = block.gpu_step_s / block.gpu_steps if gpu_s and block.gpu_steps else gpu_step_s
+        return on_host_s / block.steps + on_gpu_s
+
+    # Without those at which it waits for other ranks.
+    own_lines = (line for line in lines if base_phase(line.phase) != RANK_WAIT)
+    return RankStep(
+        rank=run.place.rank,
+        node=run.place.node,
+        own_step_s=sum(phase_s.values()),
+        phase_s={phase: round(seconds, 9) for phase, seconds in phase_s.items()},
+        own_s_over_time=tuple(round(own_s(block), 6) for block in blocks),
+        steps_over_time=blocks[0].steps,
+        wait_s=None if run.gpus else of_parts[RANK_WAIT] / total.steps,
+        lines=tuple(islice(own_lines, _MAX_LINES)),
+        gpu=None if run.gpu is None else run.gpu.index,
+    )
+
+
+def _by_part(phase_s: Mapping[str, float]) -> defaultdict[str, float]:
+    """Return the time by part of a step. Zeroing and clipping gradients belongs to the optimizer."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for phase, seconds in phase_s.items():
+        if phase in (FORWARD, CAPTURED):
+            part = "forward"
+        elif is_backward(phase):
+            part = "backward"
+        elif phase.startswith(f"{TRAINING_STEP}/"):
+            part = "optimizer"
+        else:
+            part = _OUTSIDE if is_outside_step(phase) else base_phase(phase)
+        found[part] += seconds
+    return found
+
+
+def own_waits(run: Run, clock: StepClock, rank_waits: RankWaits) -> dict[str, Any]:
+    """Return the times that tell, next to those of other ranks, how long a rank with a GPU waits for them."""
+    if run.gpu is None:
+        return {}
+    idle = clock.gpu_idle() if _own_gpu_s(run, clock, rank_waits) else None
+    total = sum(clock.blocks, StepBlock())
+    return {
+        "by_step": {} if idle is None else {str(step): round(s, 6) for step, s in idle.rank_wait_s.items()},
+        "of_host_s": _by_part(total.phase_s)[RANK_WAIT] / max(1, total.steps),
+        "step_s": total.wall_s / max(1, total.steps),
+    }
+
+
+def _own_gpu_s(run: Run, clock: StepClock, waits: RankWaits) -> dict[str, float]:
+    """Return the GPU's own times for the parts of a step; empty if it waits for other ranks within them.
+
+    A GPU that waits in forward, such as for SyncBatchNorm's statistics, also waits in backward.
+    """
+    idle = clock.gpu_idle()
+    if not run.is_plain_ddp or waits.unseen_on_gpu or any(map(waits.waited_within, (FORWARD, OPTIMIZER))):
+        return {}
+    if idle is None or len(idle.last_steps) < _MIN_GPU_SAMPLES:
+        return {}
+    if BACKWARD not in idle.last_steps[-1]:  # it is inside a CUDA graph, and so is the wait
+        return {}
+    own = (FORWARD, BACKWARD, OPTIMIZER)
+    return {phase.partition("/")[2]: usual_s(step.get(phase, 0.0) for step in idle.last_steps) for phase in own}

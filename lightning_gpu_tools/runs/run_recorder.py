@@ -20,8 +20,7 @@ from lightning_gpu_tools.host import resident_memory_bytes
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape, first_tensor
 from lightning_gpu_tools.memory.history import MemoryHistory
 from lightning_gpu_tools.memory.readings import RankMemory
-from lightning_gpu_tools.runs.rank_entries import own_lines, own_step, own_waits
-from lightning_gpu_tools.runs.ranks import Ranks
+from lightning_gpu_tools.runs.ranks import Ranks, own_step, own_waits
 from lightning_gpu_tools.runs.run import Run, Timer
 from lightning_gpu_tools.runs.run_gpus import RunGpus, mean_utilization
 from lightning_gpu_tools.runs.run_loaders import RunLoaders
@@ -227,10 +226,10 @@ class RunRecorder:
         """Return the facts about this rank that others need."""
         clock, waits, nothing = self._clock, self._timer.rank_waits, tuple[SourceLine, ...]()
         seen = self.reader.read("source lines", partial(self.lines.seen, self.loaders.workers.pids), nothing)
+        own = own_step(self.run, clock, waits, seen)
         return {
-            "own_step": own_step(self.run, clock, waits),
+            "own_step": None if own is None else asdict(own),
             "waits": own_waits(self.run, clock, waits),
-            "lines": own_lines(seen),
             "largest_batch_size": self.largest_batch_size,
             "contexts": [*map(asdict, self.gpus.contexts())],
         }
@@ -247,7 +246,7 @@ class RunRecorder:
 
     def contexts(self) -> tuple[HeldContext, ...]:
         """Return the CUDA contexts of all ranks, as far as received."""
-        return (*self.gpus.contexts(), *self.ranks.received.others_contexts)
+        return (*self.gpus.contexts(), *self.ranks.others_contexts)
 
     # All of it
 
@@ -299,7 +298,7 @@ class RunRecorder:
             dataset_growth=[*self._dataset.grown, *self._timer.worker_lines.grown(self.loaders.workers.pids)],
             recompiled=read("the compilations of torch.compile", self.compilations.facts, None),
             lines=read("source lines", partial(self.lines.seen, self.loaders.workers.pids), ()),
-            ranks=self.ranks.received.ranks,
+            ranks=self.ranks.steps,
             contexts=self.contexts(),
             precision=read("the precision", lambda: run.precision, None),
             matmul_precision=read("the precision of matrix products", compat.matmul_precision, None),
@@ -326,5 +325,5 @@ class RunRecorder:
     def _largest_on_all_ranks(self) -> int | None:
         if not self._on_gpu:
             return None
-        sizes = (self.largest_batch_size, *self.ranks.received.batch_sizes)
+        sizes = (self.largest_batch_size, *self.ranks.batch_sizes)
         return min((size for size in sizes if size is not None), default=None)
