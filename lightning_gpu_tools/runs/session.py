@@ -24,7 +24,7 @@ from lightning_gpu_tools.runs.run import Run, Timer
 from lightning_gpu_tools.runs.run_gpus import open_gpus
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.runs.stall_watch import StallAfter, StallWatch
-from lightning_gpu_tools.runs.surroundings import shortcomings_of
+from lightning_gpu_tools.runs.surroundings import shortcomings
 from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
@@ -214,9 +214,8 @@ class Session:
 
     def _check_surroundings(self, recorder: RunRecorder) -> None:
         """Warn about shortages that would end training later."""
-        read = partial(shortcomings_of, self.run, recorder.batch_bytes)
-        nothing: tuple[str, ...] = ()
-        self.warn(*recorder.reader.read("the disks, memory and claims of this machine", read, nothing))
+        read = partial(shortcomings, self.run, recorder.batch_bytes)
+        self.warn(*recorder.reader.read("the disks, memory and claims of this machine", read, []))
 
     def log_if_due(self) -> float:
         """Log the GPUs when loggers get metrics, unless there can be no new sample.

@@ -1,15 +1,16 @@
-"""The resources of a machine that a run will need: disk, shared memory, cores, unclaimed GPUs."""
+"""Warnings about shortages that would end a run later, slow it down, or make it wrong; and claims on its GPUs."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.advice.shortcomings import Surroundings, shortcomings
+from lightning_gpu_tools.advice.failures import SHARED_MEMORY
+from lightning_gpu_tools.advice.workers_allowed import OPEN_IN_WORKER, named
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import MAX_USERS, GpuClaim
 from lightning_gpu_tools.host import affinity_cores, read_host_budget, shared_memory_bytes
@@ -19,71 +20,88 @@ from lightning_gpu_tools.runs.out_of_memory import copies_per_weight
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.run_gpus import gpu_readings
 from lightning_gpu_tools.selection import claims
-from lightning_gpu_tools.units import printable_path
+from lightning_gpu_tools.units import format_bytes, printable, printable_path
+
+# A new checkpoint is complete before the old one is removed, so both exist at the same time.
+_CHECKPOINTS = 2
 
 
-def shortcomings_of(run: Run, batch_bytes: int | None) -> tuple[str, ...]:
-    """Return a message for each shortage that would end a run, slow it down, or make it wrong; see `shortcomings`."""
-    return tuple(shortcomings(read_surroundings(run, batch_bytes)))
+def shortcomings(run: Run, batch_bytes: int | None) -> list[str]:
+    """Return a message for each shortage, with what to do; for rank 0, after the first step."""
+    return [*_of_checkpoints(run), *_of_loaders(run, batch_bytes), *_claims_of_others(run)]
 
 
-def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
-    """Return the needs of a run and the machine's resources; for rank 0, after the first step."""
-    loader, ranks = None if run.loader is None else settings_of(run.loader), run.place.local_ranks
-    workers = 0 if loader is None else loader.num_workers * ranks
-    ahead = None if loader is None or batch_bytes is None else workers * (loader.prefetch_factor or 0) * batch_bytes
-    cores = read_host_budget(local_ranks=ranks).cores
-    # torch itself warns about more workers than cores, but ignores other ranks and quotas.
-    has_warned = loader is not None and loader.num_workers > affinity_cores()
+def _of_checkpoints(run: Run) -> Iterator[str]:
     folder = run.checkpoint_folder
-    place, why_not = None, ""
-    if folder is not None and "://" not in folder:
-        path = Path(folder).absolute()
-        place = next(one for one in (path, *path.parents) if one.exists())
-        if not place.is_dir():
-            why_not = f"{printable_path(place)} is not a folder"
-        elif not os.access(place, os.W_OK):
-            why_not = "permission denied"
-    is_sharded, checkpoint_bytes = run.place.world_size > 1 and not run.is_plain_ddp, None
-    if run.module is not None and not is_sharded:
-        weights = [*run.module.parameters(), *run.module.buffers()]
-        trained = sum(weight.nbytes for weight in weights if weight.requires_grad)
-        checkpoint_bytes = sum(weight.nbytes for weight in weights) + copies_per_weight(run.optimizers) * trained
+    if folder is None or "://" in folder:
+        return
+    path = Path(folder).absolute()
+    place = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        reason = "permission denied" if place.is_dir() else f"{printable_path(place)} is not a folder"
+        yield (
+            f"Checkpoints cannot be written to {printable_path(folder)}: {reason}. "
+            "Choose another folder: ModelCheckpoint(dirpath=...), or Trainer(default_root_dir=...)."
+        )
+        return
+    if run.module is None or (run.place.world_size > 1 and not run.is_plain_ddp):  # its size is unknown
+        return
+    weights = [*run.module.parameters(), *run.module.buffers()]
+    trained = sum(weight.nbytes for weight in weights if weight.requires_grad)
+    size = sum(weight.nbytes for weight in weights) + copies_per_weight(run.optimizers) * trained
+    free, needed = shutil.disk_usage(place).free, _CHECKPOINTS * size
+    if free < needed:
+        yield (
+            f"The disk of {printable_path(folder)} has {format_bytes(free)} left, but two checkpoints need "
+            f"{format_bytes(needed)}. Free disk space, or choose another folder for checkpoints."
+        )
+
+
+def _of_loaders(run: Run, batch_bytes: int | None) -> Iterator[str]:
+    ranks = run.place.local_ranks
+    if run.loader is not None:
+        settings = settings_of(run.loader)
+        workers, shm_bytes = settings.num_workers * ranks, shared_memory_bytes()
+        ahead_bytes = workers * (settings.prefetch_factor or 0) * (batch_bytes or 0)
+        if shm_bytes is not None and ahead_bytes > shm_bytes:
+            yield (
+                f"The DataLoader's workers prefetch up to {format_bytes(ahead_bytes)} of batches, but "
+                f"/dev/shm has only {format_bytes(shm_bytes)}. {SHARED_MEMORY}"
+            )
+        cores = read_host_budget(local_ranks=ranks).cores
+        # torch itself warns about more workers than cores, but ignores other ranks and quotas.
+        if cores < workers and settings.num_workers <= affinity_cores():
+            yield (
+                f"The ranks on this machine have {workers} DataLoader workers in total, but only {cores:g} "
+                f"CPU core{'s' * (cores != 1)}. Lower num_workers, or request more cores."
+            )
     loaders = [one.loader for one in run.loaders if isinstance(one.loader, DataLoader)]
-    with_workers = [read_loader_facts(one) for one in loaders if one.num_workers]
-    return Surroundings(
-        folder=folder,
-        why_not_writable=why_not,
-        disk_free_bytes=None if place is None else shutil.disk_usage(place).free,
-        checkpoint_bytes=checkpoint_bytes,
-        prefetched_bytes=ahead,
-        shm_bytes=shared_memory_bytes(),
-        workers=0 if has_warned else workers,
-        cores=cores,
-        claims=tuple(_claims(run)),
-        shared_files=tuple(file for one in with_workers if one.is_forked for file in one.open_files),
-    )
+    facts = [read_loader_facts(loader) for loader in loaders if loader.num_workers]
+    shared_files = tuple(file for one in facts if one.is_forked for file in one.open_files)
+    if shared_files:
+        yield (
+            f"The DataLoader's workers share {named(shared_files)}, open since before they were forked, and may "
+            f"read each other's data. {OPEN_IN_WORKER}"
+        )
 
 
-def _claims(run: Run) -> Sequence[tuple[str, str, int]]:
-    """Return the claims of other jobs on these GPUs: GPU, owner, bytes (0 = all)."""
+def _claims_of_others(run: Run) -> Iterator[str]:
     gpus = {gpu.uuid: str(gpu.index) for gpu in gpu_readings(run.gpus)}
-    found = _claims_on(gpus)
-    others = [claim for claim in found if not claims.is_of_own_job(claim) and claim.pid != os.getpid()]
-    named = [*dict.fromkeys(claim.user for claim in others)][:MAX_USERS]
+    others = [claim for claim in _claims_on(gpus) if not claims.is_of_own_job(claim) and claim.pid != os.getpid()]
+    named_users = [*dict.fromkeys(claim.user for claim in others)][:MAX_USERS]
     of_users: dict[tuple[str, str], list[GpuClaim]] = {}  # one message per user, so that no user can flood the log
     for claim in others:
         for uuid in filter(claim.is_on, gpus):
-            user = claim.user if claim.user in named else "other users"
+            user = claim.user if claim.user in named_users else "other users"
             of_users.setdefault((gpus[uuid], user), []).append(claim)
-    return [
-        (
-            gpu,
-            str(those[0]) if len(those) == 1 and user in named else f"{user} ({len(those)} claims)",
-            0 if None in (sizes := [claim.memory_bytes for claim in those]) else sum(filter(None, sizes)),
+    for (gpu, user), those in of_users.items():
+        who = str(those[0]) if len(those) == 1 and user in named_users else f"{user} ({len(those)} claims)"
+        sizes = [claim.memory_bytes for claim in those if claim.memory_bytes]
+        much = format_bytes(sum(sizes)) if len(sizes) == len(those) else "all"
+        yield (
+            f"{printable(who)} has claimed {much} of the memory of GPU {gpu}, and may use it at any time. "
+            "Claim GPUs as well: choose them with this package, or with `lightning-gpu-tools run`."
         )
-        for (gpu, user), those in of_users.items()
-    ]
 
 
 def claimed_bytes(run: Run) -> int | None:

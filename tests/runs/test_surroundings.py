@@ -6,9 +6,11 @@ import re
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fake_driver import Driver, gpu
 from harness import quiet_options
 from lightning.pytorch import Callback, Trainer
@@ -16,7 +18,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, select_gpus
+from lightning_gpu_tools.advice.examples import a_host
+from lightning_gpu_tools.runs import surroundings
 from lightning_gpu_tools.selection.claims import read_ledger
+from lightning_gpu_tools.training.rank_exchange import RankPlace
 
 
 def told(folder: Path, **options: Any) -> list[str]:
@@ -40,6 +45,37 @@ def test_an_unwritable_checkpoint_folder_is_reported_once(tmp_path: Path) -> Non
     assert trainers_option in quiet_options(tmp_path)
     assert len(told(tmp_path / "file")) == 1
     assert told(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("free", "shm", "cores", "says"),
+    [
+        (8000, 2**20, 4, []),
+        (7999, 2**20, 4, ["left, but two checkpoints need 7.81 KiB"]),
+        (8000, 2**20 - 1, 4, ["prefetch up to 1.00 MiB of batches, but /dev/shm has only"]),
+        (8000, 2**20, 3.5, ["4 DataLoader workers in total, but only 3.5 CPU cores"]),
+    ],
+)
+def test_each_shortage_is_named_with_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, shm: int, cores: float, says: list[str]
+) -> None:
+    monkeypatch.setattr(surroundings.shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
+    monkeypatch.setattr(surroundings, "shared_memory_bytes", lambda: shm)
+    monkeypatch.setattr(surroundings, "read_host_budget", lambda **options: a_host(cores))
+    monkeypatch.setattr(surroundings, "affinity_cores", lambda: 4)
+    layer = torch.nn.Linear(1000, 1, bias=False)
+    run = SimpleNamespace(
+        checkpoint_folder=str(tmp_path / "checkpoints"),
+        place=RankPlace(0, 2, local_ranks=2),
+        is_plain_ddp=True,
+        module=layer,
+        optimizers=[torch.optim.SGD(layer.parameters())],
+        gpus=[],
+        loader=torch.utils.data.DataLoader([0], num_workers=2),
+        loaders=[],
+    )
+    found = surroundings.shortcomings(run, 2**17)  # type: ignore[arg-type]
+    assert [words in message for message, words in zip(found, says, strict=True)] == [True] * len(says)
 
 
 class RemoveClaim(Callback):

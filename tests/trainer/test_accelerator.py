@@ -18,9 +18,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_gpu_tools import FreeMemoryCUDAAccelerator, select_gpus
 from lightning_gpu_tools.advice.causes.memory import other_processes
 from lightning_gpu_tools.advice.causes.time import shared_gpu
-from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.errors import NotEnoughGpusError
-from lightning_gpu_tools.runs.surroundings import claimed_bytes, read_surroundings
+from lightning_gpu_tools.runs.surroundings import claimed_bytes, shortcomings
 from lightning_gpu_tools.selection.claims import held_claims, warn_once
 from lightning_gpu_tools.trainer.facts import TrainerRun
 
@@ -186,7 +185,7 @@ def test_a_job_without_a_claim_hears_of_rivals(
         assert other.stdout is not None
         other.stdout.readline()
         made = Trainer(accelerator="cuda", devices=1, strategy="ddp", logger=False)
-        (message,) = shortcomings(read_surroundings(TrainerRun(made), None))
+        (message,) = shortcomings(TrainerRun(made), None)
         assert f"(pid {other.pid}) has claimed 8.00 GiB of the memory of GPU 0" in message
         (program,) = re.findall(r"or with `lightning-gpu-tools (\w+)`", message)
         command = [sys.executable, "-m", "lightning_gpu_tools", program, "--min-free", "1GiB", "--", "sh", "-c"]
