@@ -7,14 +7,13 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 import torch
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
-from lightning_gpu_tools.gpus.metrics import GpuWindow, mean_window
+from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.gpus.readings import GpuReading, weighted_mean
 from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
 from lightning_gpu_tools.memory.readings import RankMemory
@@ -96,32 +95,15 @@ class RunGpus:
         watch, nothing = self.watch, tuple[GpuWindow, ...]()
         return nothing if watch is None else self._read("the GPU's metrics", lambda: watch.trained_on(phase), nothing)
 
-    def mean(self, windows: Sequence[GpuWindow]) -> GpuWindow | None:
-        """Return the mean of the windows of the GPUs that train; ``None`` without a GPU."""
-        return mean_window(windows) if self._run.gpus else None
-
     def own_utilization(self, windows: Sequence[GpuWindow]) -> float | None:
         """Return the mean utilization of this rank's GPU in percent; ``None`` if it is the only one, or unknown."""
-        return self._read("the GPU's utilization", partial(self._own_utilization, windows), None)
-
-    def _own_utilization(self, windows: Sequence[GpuWindow]) -> float | None:
         if self._run.gpu is None or len(self._run.gpus) == 1:
             return None
         (own,) = gpu_readings([self._run.gpu])
         return mean_utilization([window for window in windows if window.uuid == own.uuid])
 
-    def compute_capability(self) -> tuple[int, int] | None:
-        """Return the compute capability of this rank's GPU."""
-        device = self._run.device
-        if device.type != "cuda":
-            return None
-        return self._read("the GPU's properties", lambda: torch.cuda.get_device_capability(device), None)
-
     def with_driver(self, memory: RankMemory) -> RankMemory | None:
         """Return this rank's own counts with its GPU, and with the driver's samples if it has them."""
-        return self._read("the use of the GPU's memory", lambda: self._with_driver(memory), None)
-
-    def _with_driver(self, memory: RankMemory) -> RankMemory | None:
         if self._run.gpu is None:
             return None
         (gpu,) = gpu_readings([self._run.gpu])
@@ -148,7 +130,15 @@ class RunGpus:
         there = [device for device in devices if has_context(device.index)] if len(devices) > 1 else []
         others = {*there} - {own}
         if not others <= self._seen:
-            self._held_bytes = _held_bytes()
+            self._held_bytes = {}
+            with contextlib.suppress(NvmlUnavailableError):
+                from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
+                # Nothing if the driver does not know this process's PID.
+                readings = nvml.read_gpus(limit_s=limits.LIMIT_S) if nvml.pids_are_ours() else ()
+                processes = ((gpu.uuid, process) for gpu in readings for process in gpu.processes or ())
+                held = {uuid: process.memory_used_bytes for uuid, process in processes if process.pid == os.getpid()}
+                self._held_bytes = held
         self._seen |= others
         return tuple(
             HeldContext(
@@ -163,15 +153,3 @@ class RunGpus:
             )
             for device, reading in zip(there, gpu_readings(there), strict=True)
         )
-
-
-def _held_bytes() -> dict[str | None, int | None]:
-    """Return this process's memory on each GPU by UUID; empty if the driver does not know its PID."""
-    try:
-        from lightning_gpu_tools.gpus import nvml  # imports pynvml
-
-        readings = nvml.read_gpus(limit_s=limits.LIMIT_S) if nvml.pids_are_ours() else ()
-    except NvmlUnavailableError:
-        return {}
-    processes = ((gpu.uuid, one) for gpu in readings for one in gpu.processes or ())
-    return {uuid: one.memory_used_bytes for uuid, one in processes if one.pid == os.getpid()}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader
@@ -23,7 +23,6 @@ from lightning_gpu_tools.training.cores import growth_per
 from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoaderSettings, LoadingFacts
 from lightning_gpu_tools.training.safe_reader import SafeReader
 from lightning_gpu_tools.training.step_clock import StepClock
-from lightning_gpu_tools.training.storage import Storage, path_of_data, storage_of
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
 # Our defaults.
@@ -47,7 +46,6 @@ class RunLoaders:
         began_cpu_s: float | None,
     ) -> None:
         self.workers = WorkerWatch(lambda: run.iterator)
-        self.storage: Storage | None = None  # of the dataset
         self._run, self._clock = run, clock
         self._samples = waits
         self._read = reader.read
@@ -82,36 +80,23 @@ class RunLoaders:
             self._follow()
 
     def _follow(self) -> None:
-        is_new = self._is_new()
-        if is_new == "another":
+        waits = self._waits()
+        slowest = self._slowest(waits)
+        if slowest is not None and waits[slowest] > _MUCH_SLOWER * waits[self._run.slowest]:
+            self._run.slowest = slowest
             pids, self.workers = self.workers.pids, WorkerWatch(lambda: self._run.iterator)
             self.workers.pids = pids
-        elif is_new == "changed":  # when NumWorkersFinder has changed the settings, only the new ones count
+            return
+        before, self._all = self._all, self._read_settings()
+        if any(self._all) and self._all != before:  # NumWorkersFinder has changed them: only the new ones count
             self._since = self._read("the workers' CPU time", children_cpu_s, None), self._clock.steps
             self.workers.unseen = None
             self._clock.ready_batches = self._ready_batches
             self._clock.begin_anew()
 
-    def _is_new(self) -> Literal["another", "changed"] | None:
-        """Return whether the slowest loader is another one than before, or whether settings have changed."""
-        waits = self._waits()
-        slowest = self._slowest(waits)
-        if slowest is not None and waits[slowest] > _MUCH_SLOWER * waits[self._run.slowest]:
-            self._run.slowest = slowest
-            return "another"
-        before, self._all = self._all, self._read_settings()
-        return "changed" if any(self._all) and self._all != before else None
-
     def poll_threads(self) -> float:
         """Poll the threads of the workers, in any thread, and return the seconds until the next poll."""
         return self._read("the threads of the loader's workers", self.workers.poll_threads, math.inf)
-
-    def read_storage(self) -> float:
-        """Read the file system of the dataset, in any thread, once."""
-        loader = self._run.loader
-        dataset = None if loader is None else loader.dataset
-        self.storage = self._read("the storage of the dataset", lambda: storage_of(path_of_data(dataset)), None)
-        return math.inf
 
     def loading(self) -> LoadingFacts | None:
         """Return the observations of the workers."""
@@ -154,8 +139,11 @@ class RunLoaders:
         return max(waits, key=waits.__getitem__) if waits.total() >= MIN_SAMPLES else None
 
     def _read_settings(self) -> Sequence[LoaderSettings | None]:
-        loaders = [one.loader for one in self._run.loaders]
-        return [self._read("the loader's settings", partial(_settings, one), None) for one in loaders]
+        found: list[LoaderSettings | None] = []
+        for loader in (inside.loader for inside in self._run.loaders):
+            read = partial(settings_of, loader) if isinstance(loader, DataLoader) else lambda: None
+            found.append(self._read("the loader's settings", read, None))
+        return found
 
     def _read_facts(self, one: Inside) -> tuple[LoaderFacts | None, LoaderFacts | None]:
         """Return the facts about a loader when they were first read, and now."""
@@ -165,7 +153,3 @@ class RunLoaders:
         with suppress(TypeError):  # it has no weak references, like a list
             began = now and self._began.setdefault(one.loader, now)
         return began, now
-
-
-def _settings(loader: object) -> LoaderSettings | None:
-    return settings_of(loader) if isinstance(loader, DataLoader) else None

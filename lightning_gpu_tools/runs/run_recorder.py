@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
+from lightning_gpu_tools.gpus.metrics import mean_window
+from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import resident_memory_bytes
@@ -26,11 +28,10 @@ from lightning_gpu_tools.runs.run_gpus import RunGpus, mean_utilization
 from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.compilations import Compilations
-from lightning_gpu_tools.training.cores import CoreUse, CoreUsers, HostReading
+from lightning_gpu_tools.training.cores import CoreUse, CoreUsers
 from lightning_gpu_tools.training.dataset_growth import DatasetGrowth
 from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.run_measurements import (
-    CoreFacts,
     HeldContext,
     LoadingFacts,
     Quantity,
@@ -40,7 +41,7 @@ from lightning_gpu_tools.training.run_measurements import (
 )
 from lightning_gpu_tools.training.safe_reader import SafeReader
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
-from lightning_gpu_tools.training.storage import Storage, storage_of
+from lightning_gpu_tools.training.storage import Storage, path_of_data, storage_of
 
 # Our defaults.
 _WARM_UP_POLL_S = 0.4  # until the memory that the first steps fill, such as caches, is there
@@ -76,6 +77,7 @@ class RunRecorder:
         self._clock, self._timer = clock, timer
         self._is_monitored = is_monitored
         self._on_gpu = bool(run.gpus)
+        self._storage: Storage | None = None  # of the dataset
         self._checkpoint_storage: Storage | None = None
         self._readings: dict[Quantity, Timeline] = {}
         self._batch_items: deque[int | None] = deque(maxlen=_MAX_BATCHES)  # of completed steps
@@ -127,16 +129,13 @@ class RunRecorder:
             found += self.gpus.watch.refused
             if self.ranks.exchange.ranks < self.run.place.world_size:
                 found.append("torch.distributed's store")
-        found += clock.unseen(self._has_compiled)
+        compiled = self.reader.read("the compilations of torch.compile", self.compilations.facts, None)
+        found += clock.unseen(compiled is not None)
         if self._timer.rank_waits.unseen:
             found.append("waiting for other ranks within backward")
         if self.memory is not None and self.memory.failure is not None:
             found.append(f"torch's memory counters ({self.memory.failure!r})")
         return found
-
-    @property
-    def _has_compiled(self) -> bool:
-        return self.reader.read("the compilations of torch.compile", self.compilations.facts, None) is not None
 
     # In the training thread, in every step
 
@@ -167,10 +166,13 @@ class RunRecorder:
 
     def _read_storage(self) -> float:
         """Read the file systems of the dataset and of checkpoints, once."""
-        self._checkpoint_storage = self.reader.read(
+        read, loader = self.reader.read, self.run.loader
+        dataset = None if loader is None else loader.dataset
+        self._storage = read("the storage of the dataset", lambda: storage_of(path_of_data(dataset)), None)
+        self._checkpoint_storage = read(
             "the storage of checkpoints", lambda: storage_of(self.run.checkpoint_folder), None
         )
-        return self.loaders.read_storage()
+        return math.inf
 
     def _poll_readings(self) -> float:
         """Read what may change along with the step time."""
@@ -211,7 +213,14 @@ class RunRecorder:
         """Publish this rank's speed; the first rank of every other node also publishes its GPUs."""
         if self.run.place.world_size == 1:
             return
-        facts, watch = self._own_entry(), self.gpus.watch
+        clock, waits, watch = self._clock, self._timer.rank_waits, self.gpus.watch
+        own = own_step(self.run, clock, waits, self._source_lines())
+        facts: dict[str, Any] = {
+            "own_step": None if own is None else asdict(own),
+            "waits": own_waits(self.run, clock, waits),
+            "largest_batch_size": self.largest_batch_size,
+            "contexts": [*map(asdict, self.gpus.contexts())],
+        }
         if self._is_monitored and watch is not None and self.run.place.rank != 0:
             metrics, facts["troubles"] = watch.take_metrics()
             facts["metrics"] = metrics if self.run.place.world_size <= _MAX_LOGGED_RANKS else {}
@@ -222,17 +231,8 @@ class RunRecorder:
             facts["memory"] = asdict(replace(memory, recorded=()))
         self.ranks.exchange.publish(**facts)
 
-    def _own_entry(self) -> dict[str, Any]:
-        """Return the facts about this rank that others need."""
-        clock, waits, nothing = self._clock, self._timer.rank_waits, tuple[SourceLine, ...]()
-        seen = self.reader.read("source lines", partial(self.lines.seen, self.loaders.workers.pids), nothing)
-        own = own_step(self.run, clock, waits, seen)
-        return {
-            "own_step": None if own is None else asdict(own),
-            "waits": own_waits(self.run, clock, waits),
-            "largest_batch_size": self.largest_batch_size,
-            "contexts": [*map(asdict, self.gpus.contexts())],
-        }
+    def _source_lines(self) -> tuple[SourceLine, ...]:
+        return self.reader.read("source lines", partial(self.lines.seen, self.loaders.workers.pids), ())
 
     def finish(self, timeout_s: float) -> list[str]:
         """Publish one last time, and on rank 0 wait for the others; return sentences about missing facts."""
@@ -241,8 +241,11 @@ class RunRecorder:
 
     def own_memory(self) -> RankMemory | None:
         """Return this rank's facts about GPU memory; ``None`` without a GPU, or if nothing could be counted."""
-        memory = None if self.memory is None else self.reader.read("the GPU's memory", self.memory.facts, None)
-        return None if memory is None else self.gpus.with_driver(memory)
+        read = self.reader.read
+        memory = None if self.memory is None else read("the GPU's memory", self.memory.facts, None)
+        if memory is None:
+            return None
+        return read("the use of the GPU's memory", partial(self.gpus.with_driver, memory), None)
 
     def contexts(self) -> tuple[HeldContext, ...]:
         """Return the CUDA contexts of all ranks, as far as received."""
@@ -256,7 +259,17 @@ class RunRecorder:
         now = self.cores.latest()
         waits = clock.validation_waits
         phase_s = clock.so_far()
-        loading = self.loaders.loading()
+        loading, settings = self.loaders.loading(), self.loaders.settings
+        steady = sum(clock.blocks, StepBlock())
+        core_facts = partial(
+            self.cores.facts,
+            now,
+            steady,
+            0 if settings is None else settings.num_workers,
+            loading or LoadingFacts(),
+            knows_core_wait=bool(clock.knows_core_wait),
+        )
+        batch_sizes = not_none([self.largest_batch_size, *self.ranks.batch_sizes]) if self._on_gpu else []
         loader_began, loader_now, wait_share = self.loaders.followed()
         windows = self.gpus.windows()
         return RunMeasurements(
@@ -276,20 +289,22 @@ class RunRecorder:
             host=self.cores.budget(now),
             on_gpu=self._on_gpu,
             utilization_percent=mean_utilization(windows),
-            own_utilization_percent=self.gpus.own_utilization(windows),
+            own_utilization_percent=read("the GPU's utilization", partial(self.gpus.own_utilization, windows), None),
             validation_utilization_percent=mean_utilization(self.gpus.windows("validation")),
-            loader=self.loaders.settings,
+            loader=settings,
             loader_began=loader_began,
             loader_now=loader_now,
             loader_wait_share=wait_share,
             worker_cpu_s_per_batch=self.loaders.worker_cpu_s_per_batch(now.children_cpu_s, loading),
             batch_bytes=self.batch_bytes,
             loading=loading,
-            storage=self.loaders.storage,
+            storage=self._storage,
             checkpoint_storage=self._checkpoint_storage,
-            cores=read("the use of the cores", partial(self._core_facts, now), None),
-            gpu=self.gpus.mean(windows),
-            compute_capability=self.gpus.compute_capability(),
+            cores=read("the use of the cores", core_facts, None),
+            gpu=mean_window(windows) if run.gpus else None,
+            compute_capability=None
+            if run.gpu is None
+            else read("the GPU's properties", partial(torch.cuda.get_device_capability, run.gpu), None),
             gpu_idle=read("the GPU's idle time", clock.gpu_idle, None),
             memory=self.own_memory(),
             growth=tuple(self.history.alarms),
@@ -297,7 +312,7 @@ class RunRecorder:
             replays_per_step=clock.replays / max(1, clock.steps),
             dataset_growth=[*self._dataset.grown, *self._timer.worker_lines.grown(self.loaders.workers.pids)],
             recompiled=read("the compilations of torch.compile", self.compilations.facts, None),
-            lines=read("source lines", partial(self.lines.seen, self.loaders.workers.pids), ()),
+            lines=self._source_lines(),
             ranks=self.ranks.steps,
             contexts=self.contexts(),
             precision=read("the precision", lambda: run.precision, None),
@@ -307,23 +322,7 @@ class RunRecorder:
             log_every_n_steps=run.log_every_n_steps,
             accumulate_grad_batches=run.accumulate_grad_batches,
             epoch_steps=read("the length of an epoch", lambda: run.epoch_steps, None),
-            largest_batch_size=read("the largest batch that fits", self._largest_on_all_ranks, None),
+            largest_batch_size=min(batch_sizes, default=None),
             has_trainer=run.has_trainer,
             stage=run.stage,
         )
-
-    def _core_facts(self, now: HostReading) -> CoreFacts | None:
-        loader, steady = self.loaders.settings, sum(self._clock.blocks, StepBlock())
-        return self.cores.facts(
-            now,
-            steady,
-            0 if loader is None else loader.num_workers,
-            self.loaders.loading() or LoadingFacts(),
-            knows_core_wait=bool(self._clock.knows_core_wait),
-        )
-
-    def _largest_on_all_ranks(self) -> int | None:
-        if not self._on_gpu:
-            return None
-        sizes = (self.largest_batch_size, *self.ranks.batch_sizes)
-        return min((size for size in sizes if size is not None), default=None)

@@ -30,7 +30,6 @@ from lightning_gpu_tools.runs import drawing
 from lightning_gpu_tools.runs.loggers import log_summary
 from lightning_gpu_tools.runs.notify import notify
 from lightning_gpu_tools.runs.run import Run
-from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.surroundings import claimed_bytes
 from lightning_gpu_tools.training.phases import MONITORING, TRAINING_STEP, base_phase
@@ -49,15 +48,27 @@ class Snapshot(NamedTuple):
     measured: RunMeasurements
     settings: Mapping[str, Any]
     unseen: tuple[str, ...]
-    steps: int
 
 
 def take_snapshot(session: Session) -> Snapshot:
     """Return a new snapshot, in the training thread."""
     recorder = session.begin()
-    measured = recorder.measurements()
-    settings = _settings(recorder, measured.host.cores)
-    return Snapshot(measured, settings, tuple(session.unseen), session.clock.steps)
+    run, loader, read, measured = recorder.run, recorder.loaders.settings, recorder.reader.read, recorder.measurements()
+    of_driver: Mapping[str, Any] = read("the Trainer's settings", lambda: run.settings, {})
+    settings = {
+        "script": None if sys.argv[:1] in ([], [""], ["-c"]) else os.path.basename(sys.argv[0]),
+        "dataset": None if run.loader is None else type(run.loader.dataset).__qualname__,
+        "cpu": f"{processor_name()}, {measured.host.cores:g} cores",
+        "device": run.device.type,
+        "world_size": run.place.world_size,
+        "precision": measured.precision,
+        "accumulate_grad_batches": run.accumulate_grad_batches,
+        **({} if loader is None else dataclasses.asdict(loader)),
+        "torch": torch.__version__,
+        "lightning_gpu_tools": VERSION,
+        **of_driver,
+    }
+    return Snapshot(measured, settings, tuple(session.unseen))
 
 
 def conclude(session: Session, measured: RunMeasurements | None = None) -> Diagnosis | None:
@@ -82,41 +93,45 @@ def conclude(session: Session, measured: RunMeasurements | None = None) -> Diagn
 def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -> Report:
     """Return the report of a run: with a snapshot in any thread, without one in the training thread.
 
-    During the run, the report lacks its slow parts: the GPUs of this node, and the overhead of measuring.
+    During the run, it lacks the timelines of GPUs, the memory of other ranks, and the overhead of measuring.
     """
     ended = outcome != RUNNING
-    measured, settings, unseen, steps = snapshot or take_snapshot(session)
-    diagnosis = conclude(session, measured)
+    measured, settings, unseen = snapshot or take_snapshot(session)
+    diagnosis, recorder = conclude(session, measured), session.recorder
     assert diagnosis is not None
-    assert session.recorder is not None
-    ranks, stall_watch = session.recorder.ranks, session.stall_watch
+    assert recorder is not None
     run, clock, watch, ending = session.run, session.clock, session.gpus, session.ending
-    times = measured.step_times
-    thread_s = session.thread_cpu_s + (0.0 if watch is None else watch.cpu_s)
+    times, steps, phase_s = measured.step_times, clock.steps, measured.phase_s if ended else clock.so_far()
+    thread_s = sum(thread.cpu_s for thread in session.threads) + (0.0 if watch is None else watch.cpu_s)
     no_gpu = f"No GPU: {measured.activity} runs on {run.device.type!r}, so only the host was measured."
     batch_size = settings.get("batch_size")
-    idle = measured.gpu_idle
+    gpus = () if watch is None else watch.summaries(at_end=ended)
+    if not ended:
+        gpus = tuple(dataclasses.replace(gpu, timelines={}) for gpu in gpus)
+    elif watch is not None:
+        session.warn(*watch.take_metrics()[1])
+    gpus = _with_waits((*gpus, *recorder.ranks.gpus_of_other_nodes()), measured)
 
     def us_per_step(seconds: float) -> float | None:
         return seconds / steps * 1e6 if steps else None
 
-    report = Report(
+    return Report(
         outcome=outcome,
         started_at=datetime.fromtimestamp(session.started_s, timezone.utc).isoformat(timespec="seconds"),
         steps=steps,
-        wall_s=measured.wall_s,
-        phase_s=measured.phase_s,
+        wall_s=sum(phase_s.values()),
+        phase_s=phase_s,
         startup_s=session.startup.parts_s,
         step_s_median=measured.step_p50_s,
         diagnosis=diagnosis,
-        gpus=ranks.gpus_of_other_nodes(),
+        gpus=gpus,
         gpu_note=session.gpu_note or (no_gpu if watch is None else None),
         step_s_p95=measured.step_p95_s,
         step_s_max=None if times is None else times.max_s,
         samples_per_s=batch_size * run.place.world_size * times.count / times.seconds if batch_size and times else None,
         step_s_blocks=tuple(block.step_s for block in measured.blocks),
         warm_up_steps=clock.warm_up_steps,
-        monitor_us_per_step=us_per_step(measured.phase_s.get(MONITORING, 0.0)) if ended else None,
+        monitor_us_per_step=us_per_step(phase_s.get(MONITORING, 0.0)) if ended else None,
         monitor_thread_us_per_step=us_per_step(thread_s),
         core_wait_share=None if measured.cores is None else measured.cores.wait_share,
         others_cores=None if measured.cores is None else measured.cores.others_cores,
@@ -124,60 +139,31 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         spans=tuple(measured.spans),
         lines=measured.lines,
         gpu_step_s={}
-        if idle is None
-        else {phase: s for phase, s in idle.work_s.items() if base_phase(phase) == TRAINING_STEP},
+        if measured.gpu_idle is None
+        else {phase: s for phase, s in measured.gpu_idle.work_s.items() if base_phase(phase) == TRAINING_STEP},
         ranks=measured.ranks,
-        memory=ranks.memory_accounts(measured.memory, all_ranks=ended),
-        claimed_bytes=session.recorder.reader.read("the claim", lambda: claimed_bytes(run), None) if ended else None,
+        memory=recorder.ranks.memory_accounts(measured.memory, all_ranks=ended),
+        claimed_bytes=recorder.reader.read("the claim", lambda: claimed_bytes(run), None) if ended else None,
         allocator_failures=ending.allocator_failures,
-        stalls=() if stall_watch is None else stall_watch.stalls,
+        stalls=() if session.stall_watch is None else session.stall_watch.stalls,
         failure=None if ending.failure is None else str(ending.failure),
         loader=session.loader_result,
-        settings=settings,
+        settings={**settings, "gpu": sorted({gpu.name for gpu in gpus if gpu.name})},
         process=process_id(os.getpid()),
     )
-    return _with_gpus(report, _gpu_summaries(session, at_end=True)) if ended else report
 
 
-def _gpu_summaries(session: Session, *, at_end: bool) -> tuple[GpuSummary, ...]:
-    """Return a summary of each GPU of this node over the whole run so far."""
-    if session.gpus is None:
-        return ()
-    summaries = session.gpus.summaries(at_end=at_end)
-    if at_end:
-        session.warn(*session.gpus.take_metrics()[1])
-    return summaries
-
-
-def _with_gpus(report: Report, gpus: Iterable[GpuSummary]) -> Report:
-    gpus = tuple(gpus)
-    settings = {**report.settings, "gpu": sorted({gpu.name for gpu in gpus if gpu.name})}
-    step_s = fmean(report.step_s_blocks) if report.step_s_blocks else 0.0
-    waits = {(rank.node, rank.gpu): rank.others_late_s for rank in report.ranks if rank.others_late_s is not None}
-    everyone = (
-        dataclasses.replace(gpu, rank_wait_percent=min(100.0, 100 * wait_s / step_s))
-        if step_s and (wait_s := waits.get((gpu.node, gpu.index))) is not None
-        else gpu
-        for gpu in gpus + tuple(report.gpus)
-    )
-    return dataclasses.replace(report, gpus=tuple(everyone), settings=settings)
-
-
-def _settings(recorder: RunRecorder, cores: float) -> dict[str, Any]:
-    run, loader = recorder.run, recorder.loaders.settings
-    return {
-        "script": None if sys.argv[:1] in ([], [""], ["-c"]) else os.path.basename(sys.argv[0]),
-        "dataset": None if run.loader is None else type(run.loader.dataset).__qualname__,
-        "cpu": f"{processor_name()}, {cores:g} cores",
-        "device": run.device.type,
-        "world_size": run.place.world_size,
-        "precision": recorder.reader.read("the precision", lambda: run.precision, None),
-        "accumulate_grad_batches": run.accumulate_grad_batches,
-        **({} if loader is None else dataclasses.asdict(loader)),
-        "torch": torch.__version__,
-        "lightning_gpu_tools": VERSION,
-        **recorder.reader.read("the Trainer's settings", lambda: run.settings, {}),
-    }
+def _with_waits(gpus: Iterable[GpuSummary], measured: RunMeasurements) -> tuple[GpuSummary, ...]:
+    """Return the GPUs with the share of the steps in which they waited for other ranks."""
+    step_s = fmean(block.step_s for block in measured.blocks) if measured.blocks else 0.0
+    waits = {(rank.node, rank.gpu): rank.others_late_s for rank in measured.ranks}
+    found = []
+    for gpu in gpus:
+        wait_s = waits.get((gpu.node, gpu.index))
+        if step_s and wait_s is not None:
+            gpu = dataclasses.replace(gpu, rank_wait_percent=min(100.0, 100 * wait_s / step_s))
+        found.append(gpu)
+    return tuple(found)
 
 
 class RunningReport:
@@ -215,15 +201,7 @@ class RunningReport:
             self._asked = session.report_wanted = True
             return _MAX_WAIT_S
         self._is_fresh = self._asked = False
-        phase_s = session.clock.so_far()
-        report = dataclasses.replace(
-            describe(session, RUNNING, self._snapshot),
-            steps=session.clock.steps,
-            wall_s=sum(phase_s.values()),
-            phase_s=phase_s,
-        )
-        gpus = (dataclasses.replace(gpu, timelines={}) for gpu in _gpu_summaries(session, at_end=False))
-        report = _with_gpus(report, gpus)
+        report = describe(session, RUNNING, self._snapshot)
         self.file.save(report)
         self._saved = report
         return min(WRITE_EVERY_S, max(FIRST_WRITE_S, report.wall_s))
@@ -290,11 +268,8 @@ def _how_to_verify(file: ReportFile) -> list[str]:
         new, old = os.path.dirname(file.folder.rstrip("/")), file.folder
         if run_folder(old) == new:  # of predict: the next run's is in another folder than that of this one
             return []
-    return [f"After the next run: lightning-gpu-tools report {_quoted(new)} --against {_quoted(old)}"]
-
-
-def _quoted(path: str) -> str:
-    return shlex.quote(_shown(path))
+    new, old = shlex.quote(_shown(new)), shlex.quote(_shown(old))
+    return [f"After the next run: lightning-gpu-tools report {new} --against {old}"]
 
 
 def _shown(path: str | Path) -> str:

@@ -63,7 +63,7 @@ class Session:
         self._process = os.getpid()
         self._is_monitored = False
         self._sampling: dict[str, Any] = {"devices": "trainer", "interval_s": 1.0, "gpm": True}
-        self._threads: list[BackgroundJobs] = [self.background]
+        self.threads: list[BackgroundJobs] = [self.background]  # all but the GPUs' sampler
         self.last_step = -1  # of the clock: the last sampled step
         self._logs: int | None = None
         self._next_log_s = 0.0  # by the clock
@@ -88,7 +88,7 @@ class Session:
             return
         if self.stall_watch is not None:
             self.stall_watch.close()
-        for thread in self._threads:
+        for thread in self.threads:
             thread.close()
         self.timer.stop()
         self.timer.worker_lines.close()
@@ -127,7 +127,7 @@ class Session:
                 write_report=self.background.run_now,
                 folder=folder,
             )
-            self._threads.append(self.stall_watch.jobs)
+            self.threads.append(self.stall_watch.jobs)
 
     def begin(self) -> RunRecorder:
         """Start to measure the loader, the GPUs and the ranks, which are known only now."""
@@ -137,7 +137,11 @@ class Session:
             self.started_s = time.time()
             self.ending.listen()
             if self.run.place.local_rank == 0:  # one process per node samples its GPUs
-                self.gpus, self.gpu_note = open_gpus(self.run, self._pids_on_node, **self._sampling)
+                self.gpus, self.gpu_note = open_gpus(
+                    self.run,
+                    lambda: None if self.recorder is None else self.recorder.ranks.pids_on_node(),
+                    **self._sampling,
+                )
                 self.warn(*([self.gpu_note] if self.gpu_note else []))
             recorder = RunRecorder(
                 self.run,
@@ -153,15 +157,12 @@ class Session:
             if self._is_monitored and claims.held_claims():
                 self.background.add("Keeping the claim", self._keep_claims)
             recorder.lines.start()
-            self._threads += recorder.lines, recorder.ranks.exchange
+            self.threads += recorder.lines, recorder.ranks.exchange
             memory = self.timer.memory
             if memory is not None:
                 self.ending.usual = lambda: memory.usual
             self.recorder = recorder
         return self.recorder
-
-    def _pids_on_node(self) -> frozenset[int] | None:
-        return None if self.recorder is None else self.recorder.ranks.pids_on_node()
 
     @cached_property
     def _own_store(self) -> Any:
@@ -210,12 +211,11 @@ class Session:
                 self.startup.end(compilation_s)
                 self.clock.as_own_work(self.recorder.gpus.contexts)
                 if self._is_monitored and self.run.place.rank == 0:
-                    self.clock.as_own_work(self._check_surroundings, self.recorder)
+                    self.clock.as_own_work(self._warn_of_shortcomings, self.recorder)
 
-    def _check_surroundings(self, recorder: RunRecorder) -> None:
-        """Warn about shortages that would end training later."""
-        read = partial(shortcomings, self.run, recorder.batch_bytes)
-        self.warn(*recorder.reader.read("the disks, memory and claims of this machine", read, []))
+    def _warn_of_shortcomings(self, recorder: RunRecorder) -> None:
+        find, nothing = partial(shortcomings, self.run, recorder.batch_bytes), list[str]()
+        self.warn(*recorder.reader.read("the disks, memory and claims of this machine", find, nothing))
 
     def log_if_due(self) -> float:
         """Log the GPUs when loggers get metrics, unless there can be no new sample.
@@ -238,13 +238,7 @@ class Session:
 
     def _log(self, recorder: RunRecorder, step: int) -> None:
         self.warn(*self._faults)
-        self._warn_early(recorder)
-        if self.run.place.rank == 0 and self.gpus is not None:
-            self._log_metrics(*self.gpus.take_metrics(), step)
-        self._log_metrics(*recorder.ranks.take_metrics(), step)
-
-    def _warn_early(self, recorder: RunRecorder) -> None:
-        """Warn about memory that grows, and, less and less often, about contexts on GPUs of other ranks."""
+        # Memory that grows, and, less and less often, contexts on GPUs of other ranks.
         alarms, exchange = recorder.history.alarms[self._alarms :], recorder.ranks.exchange
         self._alarms += len(alarms)
         has_strays = False
@@ -254,6 +248,9 @@ class Session:
             has_strays = any(not context.is_own for context in recorder.contexts())
         if alarms or has_strays:
             self.warn(*(finding.advice for finding in early_warnings(replace(recorder.measurements(), growth=alarms))))
+        if self.run.place.rank == 0 and self.gpus is not None:
+            self._log_metrics(*self.gpus.take_metrics(), step)
+        self._log_metrics(*recorder.ranks.take_metrics(), step)
 
     def _log_metrics(self, metrics: Mapping[str, float], troubles: Sequence[str], step: int) -> None:
         self.warn(*troubles)
@@ -311,13 +308,8 @@ class Session:
             self._log_metrics(*self.recorder.ranks.take_metrics(), self.run.logged_step - 1)
 
     @property
-    def thread_cpu_s(self) -> float:
-        """The CPU time of all threads except the GPUs' sampler."""
-        return sum(thread.cpu_s for thread in self._threads)
-
-    @property
     def _faults(self) -> list[str]:
-        return [fault for thread in self._threads for fault in thread.faults]
+        return [fault for thread in self.threads for fault in thread.faults]
 
     @property
     def unseen(self) -> list[str]:

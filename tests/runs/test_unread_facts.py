@@ -27,7 +27,7 @@ SOURCES = {
     (cores, "children_cpu_s"): "the workers' CPU time",
     (cores, "idle_cpu_s"): "the idle time of the cores",
     (cores, "thread_times"): "the runnable threads",
-    (run_loaders, "path_of_data"): "the storage of the dataset",
+    (run_recorder, "path_of_data"): "the storage of the dataset",
     (cores, "affinity_cores"): "the use of the cores",
     (run_loaders, "settings_of"): "the loader's settings",
     (run_loaders, "read_loader_facts"): "the loader's dataset",
