@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from lightning_gpu_tools.advice.cause import LOADER_SETTINGS
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, TIME_CAUSES
-from lightning_gpu_tools.advice.findings import Finding, label_of, mean_interval, median_interval
+from lightning_gpu_tools.advice.findings import label_of, mean_interval, median_interval
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.files import last_modified, matching
 from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report
@@ -89,7 +89,10 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
     )
     is_same_program = all(new.settings.get(name) == old.settings.get(name) for name in _SAME_PROGRAM)
     findings = old.diagnosis.findings if is_same_program else ()
-    advised = {setting for finding in findings for setting in _advised(finding)}
+    advised: set[str] = set()
+    for finding in findings:  # only if the advice names a setting: some of it is about other things
+        settings = _SETTINGS.get(finding.cause, ())
+        advised.update(settings if any(name in finding.advice for name in settings) else ())
     followed = tuple(change for change in changes if change.setting in advised)
     reasons = [
         f"{change.setting} differs: {_show(change.old)} before, {_show(change.new)} now"
@@ -103,7 +106,12 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
                 f"estimate of its noise needs {_MIN_BLOCKS}"
             )
     per_sample = any(change.setting == "batch_size" for change in followed)
-    speed = _change_of_speed(_blocks(old, per_sample), _blocks(new, per_sample))
+    blocks = []
+    for report in (old, new):
+        size = report.settings.get("batch_size")
+        samples = size if per_sample and isinstance(size, int) and size > 0 else 1
+        blocks.append([step_s / samples for step_s in report.step_s_blocks])
+    speed = _change_of_speed(*blocks)
     verdict: Verdict = "same"
     if reasons:
         verdict = "not_comparable"
@@ -121,18 +129,6 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
         doubt=_doubt(new, old, followed) if followed and verdict == "faster" else None,
         **speed,
     )
-
-
-def _advised(finding: Finding) -> Sequence[str]:
-    """Return the settings of a finding's cause if its advice names any of them: some of it is about other things."""
-    settings = _SETTINGS.get(finding.cause, ())
-    return settings if any(name in finding.advice for name in settings) else ()
-
-
-def _blocks(report: Report, per_sample: bool) -> list[float]:
-    batch_size = report.settings.get("batch_size")
-    samples = batch_size if per_sample and isinstance(batch_size, int) and batch_size > 0 else 1
-    return [step_s / samples for step_s in report.step_s_blocks]
 
 
 def _change_of_speed(old: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
@@ -192,17 +188,13 @@ def _steady_phase_s(report: Report) -> dict[str, float]:
     return {phase: seconds / max(1, steps) for phase, seconds in spent_s.items()}
 
 
-def _speedups(comparison: Comparison) -> tuple[float, float, float]:
-    """Return how many times as fast the newer run is, and the ends of the 95% interval."""
+def _speedup(comparison: Comparison) -> tuple[str, str]:
+    """Return how many times as fast the newer run is, and the 95% interval of that, as text."""
     slowdowns = (comparison.slowdown, comparison.slowdown_high, comparison.slowdown_low)
     ratios = [1 + (slowdown or 0.0) for slowdown in slowdowns]
-    speedup, low, high = (1 / ratio if ratio > 0 else math.inf for ratio in ratios)
-    return speedup, low, high
-
-
-def _times(speedup: float) -> str:
-    """Return a measured speedup as text: ``"1.31x"``, or ``"3.5x"`` from 2 on."""
-    return f"{speedup:.2f}x" if speedup < 2 else f"{speedup:.1f}x"
+    speedups = [1 / ratio if ratio > 0 else math.inf for ratio in ratios]
+    speedup, low, high = (f"{times:.2f}x" if times < 2 else f"{times:.1f}x" for times in speedups)
+    return speedup, f"(95% interval {low} to {high})"
 
 
 def _show(value: Any) -> str:
@@ -237,18 +229,10 @@ def headline(comparison: Comparison) -> str:
     steps = f"{format_duration(old_s)} per {comparison.of} {comparison.per} before, {format_duration(new_s)} now"
     if comparison.followed and comparison.verdict != "not_comparable":
         doubt = f", but {comparison.doubt}." if comparison.doubt else ":"
-        return f"{verdict}{doubt} {_speedup(comparison, f' after {_changed(comparison)}')}{noise}{limit}: {steps}."
+        changed, (speedup, interval) = ", ".join(map(str, comparison.followed)), _speedup(comparison)
+        return f"{verdict}{doubt} {speedup} after {changed} {interval}{noise}{limit}: {steps}."
     interval = f"95% interval {100 * low:+.1f} to {100 * high:+.1f}%"
     return f"{verdict}: {steps}: {100 * slowdown:+.1f}% ({interval}){noise}{limit}."
-
-
-def _changed(comparison: Comparison) -> str:
-    return ", ".join(map(str, comparison.followed))
-
-
-def _speedup(comparison: Comparison, after: str = "") -> str:
-    speedup, low, high = map(_times, _speedups(comparison))
-    return f"{speedup}{after} (95% interval {low} to {high})"
 
 
 def _details(comparison: Comparison) -> list[str]:
@@ -288,10 +272,9 @@ def confirm(new: Report, old: Report) -> str | None:
     comparison = compare(new, old)
     if comparison.verdict == "not_comparable" or not comparison.followed:
         return None
-    _, low, high = _speedups(comparison)
     verdict = ", not confirmed: it is within the noise of the runs."
-    if low > 1:
+    if comparison.verdict == "faster":
         verdict = ", confirmed." if comparison.doubt is None else f", but {comparison.doubt}."
-    elif high < 1:
+    elif comparison.verdict == "slower":
         verdict = ", slower. Undo the change."
-    return f"{_changed(comparison)}: {_speedup(comparison)}{verdict}"
+    return f"{', '.join(map(str, comparison.followed))}: {' '.join(_speedup(comparison))}{verdict}"

@@ -106,15 +106,6 @@ def gpu_lines(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
 
 def gpu_sentences(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
     """Return what the table does not show: errors, and the energy of all GPUs."""
-    lines = _errors(gpus, full)
-    watt_hours = sum(gpu.energy_joules or 0.0 for gpu in gpus) / 3600
-    if watt_hours:
-        amount = f"{watt_hours:,.1f} Wh" if watt_hours < 1000 else f"{watt_hours / 1000:,.1f} kWh"
-        lines.append(f"GPU energy: {amount}.")
-    return lines
-
-
-def _errors(gpus: Sequence[GpuSummary], full: bool) -> list[str]:
     by_error: defaultdict[str, list[GpuSummary]] = defaultdict(list)
     for gpu in gpus:
         for error in gpu.errors:
@@ -123,6 +114,10 @@ def _errors(gpus: Sequence[GpuSummary], full: bool) -> list[str]:
     more = 0 if full else len(lines) - _MAX_ERRORS
     if more > 0:
         lines[_MAX_ERRORS:] = [f"{plural(more, 'more GPU error')} (lightning-gpu-tools report FILE --full)"]
+    watt_hours = sum(gpu.energy_joules or 0.0 for gpu in gpus) / 3600
+    if watt_hours:
+        amount = f"{watt_hours:,.1f} Wh" if watt_hours < 1000 else f"{watt_hours / 1000:,.1f} kWh"
+        lines.append(f"GPU energy: {amount}.")
     return lines
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_gpu_tools.advice.memory_account import CACHE, TENSORS, MemoryAccount
+from lightning_gpu_tools.advice.memory_account import CACHE, TENSORS
 from lightning_gpu_tools.advice.out_of_memory import CONTEXT_BYTES, CUDA_CONTEXT_BYTES, MARGIN
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.report import COMPLETED, FILE_NAME, RUNNING, Report
@@ -68,11 +68,14 @@ def need_of(report: Report, name: str) -> Need | None:
     The margin never exceeds the free memory of an idle GPU of the same size. If memory ran out, the need is a lower
     bound. ``name`` is the name of the report, for the sentence.
     """
-    sizes = [
-        (min(_peak_bytes(account), _idle_bytes(account.total_bytes)), _idle_bytes(account.total_bytes))
-        for account in report.memory
-        if report.steps
-    ]
+    sizes = []
+    for account in report.memory if report.steps else ():
+        parts, idle_bytes = account.parts_bytes, _idle_bytes(account.total_bytes)
+        held_bytes = sum(parts.get(name, 0) for name in (*TENSORS, *CACHE))  # by torch's allocator
+        # In the first seconds, the driver's last sample may be older than torch's memory.
+        context_bytes = max(parts.get("context", CONTEXT_BYTES), CUDA_CONTEXT_BYTES)
+        peak_bytes = max(held_bytes, account.peak_reserved_bytes or 0) + context_bytes
+        sizes.append((min(peak_bytes, idle_bytes), idle_bytes))
     for finding in report.diagnosis.findings:
         missed_bytes = finding.evidence.get("needed_bytes")
         if isinstance(missed_bytes, (int, float)) and missed_bytes > 0:
@@ -117,14 +120,6 @@ def min_free_for(need_bytes: int, total_bytes: int) -> int:
 
 def _with_margin(peak_bytes: float, idle_bytes: float) -> int:
     return math.ceil(min(peak_bytes * (1 + MARGIN), max(peak_bytes, idle_bytes)))
-
-
-def _peak_bytes(account: MemoryAccount) -> int:
-    parts = account.parts_bytes
-    held_bytes = sum(parts.get(name, 0) for name in (*TENSORS, *CACHE))  # by torch's allocator
-    # In the first seconds, the driver's last sample may be older than torch's memory.
-    context_bytes = max(parts.get("context", CONTEXT_BYTES), CUDA_CONTEXT_BYTES)
-    return max(held_bytes, account.peak_reserved_bytes or 0) + context_bytes
 
 
 def _idle_bytes(total_bytes: object) -> float:

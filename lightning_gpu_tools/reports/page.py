@@ -80,7 +80,12 @@ def _content(report: Report, picture: str) -> Iterator[str]:
     yield _table(
         f"Where the {format_duration(report.wall_s)} went", ("phase", "time", "share", "per step"), _time(report)
     )
-    yield _list(_findings(report))
+    findings = []
+    for finding in report.diagnosis.findings:
+        speedup = f"{gain(finding)} " if finding.share and not math.isinf(finding.ceiling) else ""
+        share = f"{100 * finding.share:.0f}% of the time. {speedup}" if finding.share else ""
+        findings.append((finding.cause.replace("_", " "), f"{share}{finding.advice}"))
+    yield _list(findings)
     yield _table("Source lines", LINE_COLUMNS, line_rows(report))
     titles, units, *rows = gpu_rows(report.gpus)
     yield _table("GPUs", [f"{title} {unit}" for title, unit in zip(titles, units, strict=True)], rows)
@@ -99,13 +104,6 @@ def _time(report: Report) -> Iterator[Sequence[object]]:
             share = f"{100 * seconds / max(report.wall_s, 1e-9):.1f}%"
             per_step = format_duration(seconds / max(1, report.steps))
             yield f"{label} ◀ cause" if phase == cause else label, format_duration(seconds), share, per_step
-
-
-def _findings(report: Report) -> Iterator[tuple[str, str]]:
-    for finding in report.diagnosis.findings:
-        speedup = f"{gain(finding)} " if finding.share and not math.isinf(finding.ceiling) else ""
-        share = f"{100 * finding.share:.0f}% of the time. {speedup}" if finding.share else ""
-        yield finding.cause.replace("_", " "), f"{share}{finding.advice}"
 
 
 def _memory(account: MemoryAccount) -> Iterator[Sequence[object]]:

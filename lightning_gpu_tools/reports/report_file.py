@@ -50,8 +50,11 @@ def load_report(path: str | os.PathLike[str]) -> Report:
     report = from_json(text, file)
     if report.outcome != RUNNING:
         return report
-    age_s = None if status.modified_s is None else time.time() - status.modified_s
-    return dataclasses.replace(report, outcome=_outcome_now(report, age_s))
+    runs = None if report.process is None else is_running(report.process)
+    if runs is None:  # it may be on another machine
+        runs = status.modified_s is None or time.time() - status.modified_s < _MAX_SILENCE_S
+    outcome = f"{RUNNING}: step {report.steps} so far" if runs else f"{CUT_OFF} after step {report.steps}"
+    return dataclasses.replace(report, outcome=outcome)
 
 
 def find_report(path: str | os.PathLike[str]) -> str:
@@ -103,13 +106,6 @@ def _unreadable(path: str, error: Exception) -> ReportError:
     if isinstance(error, FileNotFoundError):  # some file systems raise it without text
         reason = os.strerror(errno.ENOENT)
     return ReportError(f"Cannot read a report from {printable(repr(path), 300)}: {reason}.")
-
-
-def _outcome_now(report: Report, age_s: float | None) -> str:
-    runs = None if report.process is None else is_running(report.process)
-    if runs is None:  # it may be on another machine
-        runs = age_s is None or age_s < _MAX_SILENCE_S
-    return f"{RUNNING}: step {report.steps} so far" if runs else f"{CUT_OFF} after step {report.steps}"
 
 
 class ReportFile:

@@ -15,7 +15,6 @@ from typing import TextIO
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, label_of
 from lightning_gpu_tools.advice.lines import in_words, seen_in
-from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_account import CACHE, OTHER_PROCESSES, PARTS, TENSORS, MemoryAccount
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
@@ -100,12 +99,16 @@ def _joined(head: Sequence[str], details: Sequence[str], foot: Sequence[str], fu
 
 
 def _details(report: Report, full: bool) -> list[str]:
+    sampled = [
+        f"{phase}: {share} at {line} ({samples} sample{'s' * (samples != '1')})"
+        for phase, share, line, samples in (line_rows(report, full=True) if full else ())
+    ]
     return [
         *map(_wrapped, gpu_lines(report.gpus, full=full)),
         *map(_wrapped, sentences(report, full=full)),
         *(_time_tree(report, full) if report.wall_s > 0 else []),
         *_memory_trees(report, full),
-        *(_source_lines(report) if full else []),
+        *(["Source lines, by phase", *map(_wrapped, sampled)] if sampled else []),
         *map(_wrapped, measuring_lines(report)),
     ]
 
@@ -139,12 +142,20 @@ def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
             f"torch's allocator ran out of memory {plural(failures, 'time')}, and the run continued. It "
             "usually empties its cache first, which waits for the GPU."
         )
-    yield from _rank_line(report)
-    idle = [
-        f"{_idle_label(phase)} {percent:.0f}%"
-        for phase, percent in _largest_first(diagnosis.gpu_idle_percent)
-        if percent >= 1
-    ]
+    if (slowest := slowest_rank(report.ranks)) is not None:
+        rank, behind_s = slowest
+        wait_s = mean_wait_s(report.ranks)
+        waits = "" if wait_s is None else f" On average a rank waits {format_duration(wait_s)} per step for others."
+        yield (
+            f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per "
+            f"step, {format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
+        )
+    idle = []
+    for phase, percent in _largest_first(diagnosis.gpu_idle_percent):
+        group, _, name = phase.partition("/")
+        label = "inside the training step" if phase == TRAINING_STEP else printable(name) or label_of(group)
+        if percent >= 1:
+            idle.append(f"{label} {percent:.0f}%")
     if idle:
         yield f"GPU idle, of the wall time: {', '.join(idle)}."
     # By the GPU's clock; the tree uses the host's clock, and the host runs ahead.
@@ -156,8 +167,16 @@ def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
     ]
     if parts:
         yield f"GPU time of a step: {', '.join(parts)}."
-    if report.loader is not None:
-        yield loader_line(report.loader)
+    loader = report.loader
+    if loader is not None and loader.settings is not None and loader.seconds:
+        found, duration = f"num_workers={loader.settings.num_workers}", format_duration(loader.seconds)
+        if loader.settings == loader.original:
+            yield f"NumWorkersFinder kept {found} after {duration} of trials. {loader.reason}"
+        else:
+            state = "applied" if loader.applied else "not applied"
+            yield f"NumWorkersFinder found {found} in {duration} ({state}). {loader.reason}"
+    elif loader is not None:
+        yield f"NumWorkersFinder: {loader.reason}"
 
 
 def _startup_line(report: Report) -> Iterator[str]:
@@ -176,23 +195,6 @@ def _startup_line(report: Report) -> Iterator[str]:
 
 def _largest_first(values: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(values.items(), key=lambda item: -item[1])
-
-
-def _idle_label(phase: str) -> str:
-    group, _, name = phase.partition("/")
-    return printable(name) or ("inside the training step" if phase == TRAINING_STEP else label_of(group))
-
-
-def _rank_line(report: Report) -> Iterator[str]:
-    if (slowest := slowest_rank(report.ranks)) is None:
-        return
-    rank, behind_s = slowest
-    wait_s = mean_wait_s(report.ranks)
-    waits = "" if wait_s is None else f" On average a rank waits {format_duration(wait_s)} per step for others."
-    yield (
-        f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per "
-        f"step, {format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
-    )
 
 
 def escape_markdown(text: str) -> str:
@@ -230,37 +232,21 @@ def run_line(report: Report) -> str:
         others = f"other programs used {report.others_cores:.1f} cores"
     names = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_gpu_tools")
     versions = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
+    times_s = {"median": report.step_s_median, "p95": report.step_s_p95, "longest": report.step_s_max}
+    times = [f"{name} {format_duration(seconds)}" for name, seconds in times_s.items() if seconds]
+    if times and report.samples_per_s is not None:
+        times.append(f"{report.samples_per_s:.4g} samples/s")
+    pace = f"{plural(report.steps, 'step')} in {format_duration(report.wall_s)}"
     parts = [
         settings.get("model"),
         settings.get("stage"),
-        _pace(report),
+        f"{pace} ({', '.join(times)})" if times else pace,
         place,
         others,
         settings.get("precision"),
         versions,
     ]
     return "; ".join(filter(None, parts))
-
-
-def _pace(report: Report) -> str:
-    times = {"median": report.step_s_median, "p95": report.step_s_p95, "longest": report.step_s_max}
-    known = [f"{name} {format_duration(seconds)}" for name, seconds in times.items() if seconds]
-    if known and report.samples_per_s is not None:
-        known.append(f"{report.samples_per_s:.4g} samples/s")
-    steps = f"{plural(report.steps, 'step')} in {format_duration(report.wall_s)}"
-    return f"{steps} ({', '.join(known)})" if known else steps
-
-
-def loader_line(loader: LoaderResult) -> str:
-    """Return a sentence about the result of NumWorkersFinder."""
-    if loader.settings is None or not loader.seconds:
-        return f"NumWorkersFinder: {loader.reason}"
-    found = f"num_workers={loader.settings.num_workers}"
-    duration = format_duration(loader.seconds)
-    if loader.settings == loader.original:
-        return f"NumWorkersFinder kept {found} after {duration} of trials. {loader.reason}"
-    state = "applied" if loader.applied else "not applied"
-    return f"NumWorkersFinder found {found} in {duration} ({state}). {loader.reason}"
 
 
 def measuring_lines(report: Report) -> list[str]:
@@ -299,14 +285,6 @@ def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str
             if full or line.samples >= _MIN_PART * whole
         )
     return rows
-
-
-def _source_lines(report: Report) -> list[str]:
-    rows = [
-        f"{phase}: {share} at {line} ({samples} sample{'s' * (samples != '1')})"
-        for phase, share, line, samples in line_rows(report, full=True)
-    ]
-    return ["Source lines, by phase", *map(_wrapped, rows)] if rows else []
 
 
 def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -428,22 +406,16 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
         free = "" if account.free_bytes is None else f", {format_bytes(account.free_bytes)} free"
         explained = 100 * (account.explained_share or 0.0)
         head = f"Memory of {gpu}: {whole} used{free} ({explained:.0f}% explained)"
-    return [_wrapped(head), *_tree(branches), *_memory_lines(account, full)]
-
-
-def _memory_lines(account: MemoryAccount, full: bool) -> list[str]:
-    """Return the source lines that allocate most of a step, and those whose memory is kept."""
-    heads = {
-        "Memory added by a step at its peak, by line": account.peak_lines,
-        "Memory kept after steps, by line": account.kept_lines,
-    }
-    lines = []
-    for head, found in heads.items():
+    rows = [_wrapped(head), *_tree(branches)]
+    for head, found in (
+        ("Memory added by a step at its peak, by line", account.peak_lines),
+        ("Memory kept after steps, by line", account.kept_lines),
+    ):
         least = _MIN_PART * sum(line.bytes for line in found)
-        shown = found if full else [line for line in found if line.bytes >= least][:_MAX_MEMORY_LINES]
-        rows = [f"  {format_bytes(line.bytes):>8}  {line_label(line)}" for line in shown]
-        lines += [head, *rows] if rows else []
-    return lines
+        shown_lines = found if full else [line for line in found if line.bytes >= least][:_MAX_MEMORY_LINES]
+        rows += [head] if shown_lines else []
+        rows += [f"  {format_bytes(line.bytes):>8}  {line_label(line)}" for line in shown_lines]
+    return rows
 
 
 def line_label(line: MemoryLine) -> str:
