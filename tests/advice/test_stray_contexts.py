@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lightning_gpu_tools.advice.causes.memory.stray_contexts import stray_contexts
+from lightning_gpu_tools.advice.causes.memory.stray_contexts import find_early
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import FLAT, GIB, MIB, STEP, an_error, gpu_run
+from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.training.run_measurements import HeldContext
 
 
@@ -39,6 +41,10 @@ HELD = {
 }
 
 
+def stray_contexts(contexts: Sequence[HeldContext]) -> list[Finding]:
+    return list(find_early(gpu_run(STEP, contexts=tuple(contexts))))
+
+
 @pytest.mark.parametrize(("contexts", "said"), HELD.values(), ids=HELD)
 def test_a_description_has_the_ranks_the_size_and_the_gpu(contexts: list[HeldContext], said: str) -> None:
     (finding,) = stray_contexts([*OWN, *contexts])
@@ -54,10 +60,10 @@ def test_a_process_alone_is_told_its_own_gpu() -> None:
 def test_a_gpu_that_is_used_on_purpose_is_none() -> None:
     """Two ranks with two GPUs each, and one process with another model on a second GPU."""
     own = [held(0, 0), held(1, 2, is_own=True)]
-    assert not list(stray_contexts([*own, held(0, 1, reserved_bytes=GIB), held(1, 3, reserved_bytes=GIB)]))
-    assert not list(stray_contexts([held(0, 0), held(0, 1, reserved_bytes=GIB)]))
+    assert not stray_contexts([*own, held(0, 1, reserved_bytes=GIB), held(1, 3, reserved_bytes=GIB)])
+    assert not stray_contexts([held(0, 0), held(0, 1, reserved_bytes=GIB)])
     # But not what a rank has loaded onto the GPU of another one.
-    assert list(stray_contexts([*own, held(1, 0, reserved_bytes=GIB)]))
+    assert stray_contexts([*own, held(1, 0, reserved_bytes=GIB)])
 
 
 def test_no_verdict_changes() -> None:

@@ -57,7 +57,8 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     if has_completed_steps(oom) and not has_completed_steps(oom, full=True) and oom.model.optimizer_bytes:
         later = format_bytes(oom.model.optimizer_bytes + oom.model.gradients_bytes)
         why += f" The first step fit because it had no optimizer states and no old gradients, which take {later}."
-    if lines := _largest_lines(oom):
+    at_peak = () if oom.memory is None or in_validation(oom) else oom.memory.peak_lines
+    if lines := holding(at_peak or oom.lines):
         why += f" Most of it is allocated at {lines}."
     # Judge the largest batch by a replay of recorded steps, or else by the failed one, which is an upper bound.
     why_unknown, by_record, fits = "", None, None
@@ -66,7 +67,11 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     elif oom.batch_shape and _samples(run, oom) is None:
         why_unknown = "The first dimension of the first tensor of a batch is not its samples."
     else:
-        by_record = _largest_by_record(run, oom, room)
+        if oom.memory is not None and oom.memory.recorded and not in_validation(oom):
+            # The advice is more batches with the same effective size, so gradients stay.
+            by_record = largest_batch(oom.memory.recorded, room, run.batch_bytes or 0, keeps_gradients=True)
+            if by_record is not None and oom.batch_shape:
+                by_record = min(by_record, oom.batch_shape[0] - 1)
         fits = by_record
         if by_record is None and oom.batch_shape and begin is not None and taken is not None and taken > 0:
             # The first step of the optimizer will take memory as well.
@@ -99,14 +104,6 @@ def _samples(run: RunMeasurements, oom: OutOfMemory) -> int | None:
     return None if size is None or (known is not None and size > known) else size
 
 
-def _largest_by_record(run: RunMeasurements, oom: OutOfMemory, room_bytes: int) -> int | None:
-    if oom.memory is None or not oom.memory.recorded or in_validation(oom):
-        return None
-    # The advice is more batches with the same effective size, so gradients stay.
-    size = largest_batch(oom.memory.recorded, room_bytes, run.batch_bytes or 0, keeps_gradients=True)
-    return size if size is None or not oom.batch_shape else min(size, oom.batch_shape[0] - 1)
-
-
 def _smaller_batch(
     run: RunMeasurements, oom: OutOfMemory, size: int | None, fits: int | None, *, is_bound: bool
 ) -> str:
@@ -127,13 +124,6 @@ def _smaller_batch(
     else:
         keep = f"call optimizer.step() after every {accumulate} batches, with the loss divided by {accumulate},"
     return f"Set batch_size={smaller} (now {size}), and {keep} to keep the effective batch size. {known}{more}."
-
-
-def _largest_lines(oom: OutOfMemory) -> str | None:
-    """Return the program's lines that allocate most of a step; ``None`` if they are unknown."""
-    if oom.memory is not None and oom.memory.peak_lines and not in_validation(oom):
-        return holding(oom.memory.peak_lines)
-    return holding(oom.lines)
 
 
 def has_fitted(oom: OutOfMemory) -> bool:

@@ -24,7 +24,6 @@ from lightning_gpu_tools.advice.out_of_memory import (
 )
 from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
 from lightning_gpu_tools.memory.readings import MemoryGrowth, MemoryLine
-from lightning_gpu_tools.training.dataset_growth import GrownAttribute
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
@@ -61,7 +60,12 @@ _OF_PREDICTIONS = (
 def find(facts: MemoryFacts) -> Iterator[Finding]:
     run, oom = facts
     if oom.source == "host":
-        yield from _on_host(run, oom)
+        of_host = [growth for growth in run.growth if growth.whose != "gpu"]
+        if of_host:
+            grown = _growing(of_host[0], (), run)
+            evidence = {**grown.evidence, "phase": oom.phase}
+            advice = [grown.advice, fewer_workers(run)]
+            yield new_finding("memory_growth", why_host_is_full(run, oom), advice, evidence)
         return
     if not oom.grad_enabled:
         yield from kept_in_validation(
@@ -70,9 +74,9 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
             "because something keeps its outputs.",
             "Reduce outputs to numbers in each validation batch, or move kept tensors to the CPU (.cpu()).",
         )
-    grown = _growth(oom.begins, oom)
-    if grown is not None:
-        per_step, since, total = grown
+    growth = _growth(oom.begins, oom)
+    if growth is not None:
+        per_step, since, total = growth
         yield new_finding(
             "memory_growth",
             f"Memory kept from step to step has grown by {format_bytes(per_step)} per step since step {since:.0f}, "
@@ -88,14 +92,6 @@ def find_early(run: RunMeasurements) -> Iterator[Finding]:
     kept_lines = () if run.memory is None else run.memory.kept_lines
     for growth in run.growth:
         yield _growing(growth, kept_lines, run)
-
-
-def _on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Finding]:
-    of_host = [growth for growth in run.growth if growth.whose != "gpu"]
-    if of_host:
-        grown = _growing(of_host[0], (), run)
-        evidence = {**grown.evidence, "phase": oom.phase}
-        yield new_finding("memory_growth", why_host_is_full(run, oom), [grown.advice, fewer_workers(run)], evidence)
 
 
 def kept_in_validation(cause: str, oom: OutOfMemory, reason: str, advice: str) -> Iterator[Finding]:
@@ -139,13 +135,6 @@ def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[fl
     return (median(slopes), since, total) if slopes else None
 
 
-def _pace(growth: MemoryGrowth) -> str:
-    """Return a sentence about how fast memory grows."""
-    end = "" if growth.left_s is None else f"; at this rate it is full in {format_duration(growth.left_s)}"
-    rate = format_bytes(growth.bytes_per_s * 60)
-    return f"{_WHOSE[growth.whose]} grows steadily, by {rate} per minute{end}."
-
-
 def _growing(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine], run: RunMeasurements) -> Finding:
     lines = kept_lines if growth.whose == "gpu" else ()
     evidence = {
@@ -157,8 +146,18 @@ def _growing(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine], run: RunMea
     }
     is_of_predictions = run.stage == "predict" and growth.whose == "process"
     advice = _OF_PREDICTIONS if is_of_predictions else _KEPT[growth.whose]
-    why = f"{_pace(growth)}{left(lines)}"
-    if (grown := _grown_attribute(growth, run)) is not None:
+    end = "" if growth.left_s is None else f"; at this rate it is full in {format_duration(growth.left_s)}"
+    rate = format_bytes(growth.bytes_per_s * 60)
+    why = f"{_WHOSE[growth.whose]} grows steadily, by {rate} per minute{end}.{left(lines)}"
+    # An attribute of the dataset is named if it explains most of the growth of the host's memory.
+    sizes = {
+        attribute: attribute.now_bytes - attribute.before_bytes
+        for attribute in run.dataset_growth
+        if growth.whose == ("process" if attribute.worker is None else "workers")
+    }
+    grown = max(sizes, key=sizes.__getitem__, default=None)
+    total = sum(size for attribute, size in sizes.items() if grown is not None and attribute.name == grown.name)
+    if grown is not None and total >= _MIN_EXPLAINED * growth.grown_bytes:
         name, where = printable(grown.name), "" if grown.worker is None else f" in worker {grown.worker}"
         why += (
             f" {name} grew from {format_bytes(grown.before_bytes)} to {format_bytes(grown.now_bytes)} "
@@ -167,20 +166,6 @@ def _growing(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine], run: RunMea
         advice = _KEPT_BY_DATASET.format(name) + _IN_EACH_WORKER * (grown.worker is not None)
         evidence |= {"attribute": name, "attribute_bytes": grown.now_bytes, "attribute_entries": grown.entries}
     return new_finding("memory_growth", why, [why, advice], evidence)
-
-
-def _grown_attribute(growth: MemoryGrowth, run: RunMeasurements) -> GrownAttribute | None:
-    """Return the attribute of the dataset that explains most of the growth of the host's memory, if one does."""
-    grown = {
-        attribute: attribute.now_bytes - attribute.before_bytes
-        for attribute in run.dataset_growth
-        if growth.whose == ("process" if attribute.worker is None else "workers")
-    }
-    largest = max(grown, key=grown.__getitem__, default=None)
-    if largest is None:
-        return None
-    total = sum(size for attribute, size in grown.items() if attribute.name == largest.name)
-    return largest if total >= _MIN_EXPLAINED * growth.grown_bytes else None
 
 
 CAUSE = Cause(

@@ -34,8 +34,20 @@ _BETWEEN_STEPS = (CALLBACK, LOGGING, CHECKPOINT, OUTSIDE_LOOP)
 
 def find(facts: MemoryFacts) -> Iterator[Finding]:
     run, oom = facts
+    taken, usual_bytes = taken_bytes(oom), _usual_step_bytes(oom)
+    least = max(MIN_SHARE * (room_bytes(oom) or 0), kept_bytes(oom))  # that is worth reporting
     if base_phase(oom.phase) in _BETWEEN_STEPS:
-        yield from _between_steps(oom)
+        if taken is not None and taken >= max(usual_bytes, least):
+            place = place_of(oom)[:1].upper() + place_of(oom)[1:]
+            yield new_finding(
+                "spike",
+                f"{place} takes more than {format_bytes(taken)}, in addition to the memory at the start of a step.",
+                [
+                    f"Do it in parts, or on the CPU{', and under torch.no_grad()' if oom.grad_enabled else ''}.",
+                    raised_limit(oom),
+                ],
+                {"step_bytes": taken},
+            )
         return
     if in_validation(oom) or not oom.batch_shape or not oom.usual_items or not has_completed_steps(oom):
         return
@@ -53,27 +65,18 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
             ],
             {"batch_items": items, "usual_items": oom.usual_items},
         )
-    else:
-        yield from _usual_batch(oom)
-
-
-def _usual_batch(oom: OutOfMemory) -> Iterator[Finding]:
-    """Yield a finding if the step takes much more than others did with a batch of the same size."""
-    usual_bytes, taken = _usual_step_bytes(oom), taken_bytes(oom)
-    if not usual_bytes or taken is None:
-        return
-    if taken < max(_MIN_TIMES * usual_bytes, MIN_SHARE * (room_bytes(oom) or 0), kept_bytes(oom)):
-        return
-    yield new_finding(
-        "spike",
-        f"Step {oom.step} takes more than {format_bytes(taken)}, {taken / usual_bytes:.3g} times as much as earlier "
-        f"steps (at most {format_bytes(usual_bytes)}), with a batch of the same size.",
-        [
-            "Find what only this step does: a rarely taken branch, a longer generation, or an evaluation in between.",
-            raised_limit(oom),
-        ],
-        {"step_bytes": taken, "usual_step_bytes": usual_bytes},
-    )
+    elif usual_bytes and taken is not None and taken >= max(_MIN_TIMES * usual_bytes, least):
+        yield new_finding(
+            "spike",
+            f"Step {oom.step} takes more than {format_bytes(taken)}, {taken / usual_bytes:.3g} times as much as "
+            f"earlier steps (at most {format_bytes(usual_bytes)}), with a batch of the same size.",
+            [
+                "Find what only this step does: a rarely taken branch, a longer generation, or an evaluation in "
+                "between.",
+                raised_limit(oom),
+            ],
+            {"step_bytes": taken, "usual_step_bytes": usual_bytes},
+        )
 
 
 def _usual_step_bytes(oom: OutOfMemory) -> int:
@@ -87,23 +90,6 @@ def _usual_step_bytes(oom: OutOfMemory) -> int:
         max(reading.allocated_bytes for reading in last.readings.values()) - begin,
         max(peaks, default=begin) - begin,
         last.added_bytes,
-    )
-
-
-def _between_steps(oom: OutOfMemory) -> Iterator[Finding]:
-    """Yield a finding if a callback, a hook, or a checkpoint takes more than steps do."""
-    taken = taken_bytes(oom)
-    if taken is None or taken < max(_usual_step_bytes(oom), MIN_SHARE * (room_bytes(oom) or 0), kept_bytes(oom)):
-        return
-    place = place_of(oom)[:1].upper() + place_of(oom)[1:]
-    yield new_finding(
-        "spike",
-        f"{place} takes more than {format_bytes(taken)}, in addition to the memory at the start of a step.",
-        [
-            f"Do it in parts, or on the CPU{', and under torch.no_grad()' if oom.grad_enabled else ''}.",
-            raised_limit(oom),
-        ],
-        {"step_bytes": taken},
     )
 
 

@@ -33,20 +33,11 @@ def strays(contexts: Sequence[HeldContext]) -> list[list[HeldContext]]:
 
 def find_early(run: RunMeasurements) -> Iterator[Finding]:
     """Yield a finding on the GPU with most of this memory, if there is any."""
-    yield from stray_contexts(run.contexts)
-
-
-def stray_contexts(contexts: Sequence[HeldContext]) -> Iterator[Finding]:
-    """Yield the finding for an out-of-memory error."""
-    found = strays(contexts)
-    if found:
-        is_alone, own = (
-            len({context.rank for context in contexts}) == 1,
-            [str(context.gpu) for context in contexts if context.is_own],
-        )
-        why = _description(found[0], "This process" if is_alone else "")
-        advice = _advice(found[0], own[0] if is_alone and own else "local_rank")
-        yield new_finding("stray_contexts", why, [why, advice], _evidence(found[0]))
+    for those in strays(run.contexts)[:1]:
+        is_alone = len({context.rank for context in run.contexts}) == 1
+        own = [str(context.gpu) for context in run.contexts if context.is_own] if is_alone else []
+        found = _finding(those, who="This process" if is_alone else "", own=own[0] if own else "local_rank")
+        yield replace(found, advice=f"{found.why} {found.advice}")
 
 
 def find(facts: MemoryFacts) -> Iterator[Finding]:
@@ -64,37 +55,30 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     needed = needed_bytes(oom) - _size(context for context in here if context.pid not in listed)
     if size and oom.requested_bytes <= free + size and needed <= oom.total_bytes:
         without = "them" if len(here) > 1 else "it"
-        why = f"{_description(here)} Without {without}, {format_bytes(free + size)} would be free."
-        yield new_finding("stray_contexts", why, [_advice(here, "local_rank")], _evidence(here))
+        found = _finding(here)
+        yield replace(found, why=f"{found.why} Without {without}, {format_bytes(free + size)} would be free.")
 
 
 def _size(those: Iterable[HeldContext]) -> int:
     return sum(context.held_bytes or 0 for context in those)
 
 
-def _evidence(those: Sequence[HeldContext]) -> dict[str, float | str | None]:
-    return {
-        "gpu": those[0].gpu,
-        "node": those[0].node,
-        "ranks": number_ranges(context.rank for context in those),
-        "held_bytes": _size(those) or None,
-    }
-
-
-def _description(those: Sequence[HeldContext], who: str = "") -> str:
-    """Return a sentence with the rank, the size, and the GPU."""
-    many, size = len(those) > 1, _size(those)
-    who = who or f"Rank{'s' * many} {number_ranges(context.rank for context in those)}"
+def _finding(those: Sequence[HeldContext], *, who: str = "", own: str = "local_rank") -> Finding:
+    """Return the finding that these contexts are on a GPU that is not their rank's; ``own`` is the one to set."""
+    many, size, gpu = len(those) > 1, _size(those), those[0].gpu
+    ranks = number_ranges(context.rank for context in those)
+    who = who or f"Rank{'s' * many} {ranks}"
     what = format_bytes(size) if size else "CUDA contexts" if many else "a CUDA context"
-    own = "their" if many else "its"
-    return f"{who} hold{'s' * (not many)} {what} on GPU {those[0].gpu}, which is not {own} GPU."
-
-
-def _advice(those: Sequence[HeldContext], own: str) -> str:
-    frees = f" That frees {format_bytes(_size(those))} on GPU {those[0].gpu}." if _size(those) else ""
-    return (
-        f"Call torch.cuda.set_device({own}) before anything else uses CUDA. Avoid 'cuda:0' and torch.load without "
-        f"map_location, which use another GPU.{frees}"
+    whose, frees = "their" if many else "its", f"That frees {format_bytes(size)} on GPU {gpu}." if size else ""
+    return new_finding(
+        "stray_contexts",
+        f"{who} hold{'s' * (not many)} {what} on GPU {gpu}, which is not {whose} GPU.",
+        [
+            f"Call torch.cuda.set_device({own}) before anything else uses CUDA. Avoid 'cuda:0' and torch.load without "
+            "map_location, which use another GPU.",
+            frees,
+        ],
+        {"gpu": gpu, "node": those[0].node, "ranks": ranks, "held_bytes": size or None},
     )
 
 

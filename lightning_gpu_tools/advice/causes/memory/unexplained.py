@@ -21,8 +21,6 @@ from lightning_gpu_tools.advice.out_of_memory import (
     place_of,
     why_host_is_full,
 )
-from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
 _RECORD = "Record a torch memory snapshot: https://pytorch.org/blog/understanding-gpu-memory-1/."
@@ -31,7 +29,15 @@ _RECORD = "Record a torch memory snapshot: https://pytorch.org/blog/understandin
 def find(facts: MemoryFacts) -> Iterator[Finding]:
     run, oom = facts
     if oom.source == "host":
-        yield _on_host(run, oom)
+        yield new_finding(
+            "unexplained",
+            why_host_is_full(run, oom),
+            ["Find the processes that hold it with smem, or with top sorted by memory.", fewer_workers(run)],
+            {
+                "workers": ", ".join(map(str, oom.workers)) or None,
+                "memory_available_bytes": run.host.memory_available_bytes,
+            },
+        )
         return
     free, requested = oom.free_bytes, oom.requested_bytes
     if free is not None and requested and free > requested and oom.allowed_bytes is None:
@@ -45,18 +51,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     if lines := holding(oom.lines):
         why += f" Most of the recorded memory was allocated at {lines}."
     yield new_finding("unexplained", why, [_RECORD, more_room(oom)])
-
-
-def _on_host(run: RunMeasurements, oom: OutOfMemory) -> Finding:
-    return new_finding(
-        "unexplained",
-        why_host_is_full(run, oom),
-        ["Find the processes that hold it with smem, or with top sorted by memory.", fewer_workers(run)],
-        {
-            "workers": ", ".join(map(str, oom.workers)) or None,
-            "memory_available_bytes": run.host.memory_available_bytes,
-        },
-    )
 
 
 CAUSE = Cause(

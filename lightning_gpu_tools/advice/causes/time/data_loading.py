@@ -83,18 +83,8 @@ _MAX_OWN = 0.20  # of the sampled lines: those of functions that the dataset cal
 _SAMPLERS = ("RandomSampler", "SequentialSampler")
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
-    for finding in _waiting(run):
-        yield _with_lines(run, finding)
-
-
-def find_searched(run: RunMeasurements, searched: LoaderResult) -> Iterator[Finding]:
-    """Yield the finding with the measurements of a search for settings instead of predictions."""
-    for finding in _waiting(run):
-        yield _with_lines(run, as_searched(finding, searched))
-
-
-def _waiting(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements, searched: LoaderResult | None = None) -> Iterator[Finding]:
+    """Yield the wait for data, with predictions, or with the measurements of a search for settings."""
     blocks = without_warm_up(run.blocks)
     # Of the loader that training waits for most.
     wait_s = run.loader_wait_share * median(block.data_loading_s / block.steps for block in blocks)
@@ -126,10 +116,17 @@ def _waiting(run: RunMeasurements) -> Iterator[Finding]:
         detail=f"{format_duration(wait_s)} of {format_duration(step_s)} per steady step",
         lower=min(lower * scale, share),
     )
-    if run.loader is None:
-        yield found
-        return
-    yield _of_torch_loader(found, run, run.loader, run.loading or LoadingFacts(), wait_s, step_s)
+    if run.loader is not None:
+        found = _of_torch_loader(found, run, run.loader, run.loading or LoadingFacts(), wait_s, step_s)
+    if searched is not None:
+        found = as_searched(found, searched)
+    phase = IN_WORKER if found.evidence.get("num_workers") else DATA_LOADING
+    lines = top_source_lines(run.lines, phase)
+    if lines is not None and (phase == DATA_LOADING or found.evidence["kind"] != "main_process"):
+        line = top_line_sentence(run.lines, phase, whose="the loader's time")
+        evidence, advice = {**found.evidence, "source_lines": lines}, f"{found.advice} {line}".strip()
+        found = replace(found, evidence=evidence, advice=advice)
+    yield found
 
 
 def why_not(run: RunMeasurements, finding: Finding) -> str:
@@ -176,7 +173,10 @@ def _of_torch_loader(
     wall_s = max((1 - delayed) * wall_s, min(wall_s, cpu_s or 0.0), 1e-6)
     cost = LoadCost(wall_s=wall_s, cpu_s=cpu_s, batch_bytes=run.batch_bytes)
     own_s = max(step_s - wait_s, 1e-6)
-    step_cores = _busy_cores(run)
+    # The cores that the training process keeps busy while it does not wait for data; 1 if not measured.
+    busy_s = sum(block.cpu_s for block in run.blocks)
+    working_s = sum(block.wall_s - block.data_loading_s for block in run.blocks)
+    step_cores = busy_s / working_s if busy_s > 0 and working_s > 0 else 1.0
     step_cpu_s = min(step_cores, run.host.cores) * own_s
     most = workers_allowed(run.loader_began).most
     plan = plan_loader(
@@ -193,7 +193,16 @@ def _of_torch_loader(
         lower, upper = lower / (1 + BETWEEN_RUNS), upper * (1 + BETWEEN_RUNS)
     speedup = (lower, expected, upper)
     computing = 1.0 if cpu_s is None or cpu_s >= wall_s else cpu_s / wall_s
-    cpu_times = _cpu_times(run, cpu_s or 0.0, step_cpu_s)
+    host = run.host
+    cores = f"{host.cores:g} core{'s' if host.cores > 1 else ''}"
+    if host.cores_in_reach is not None and host.cores_in_reach < 0.9 * host.cores:
+        cores += f" ({host.cores_in_reach:.2g} free of other jobs)"
+    if host.local_ranks > 1:
+        cores += f" for {host.local_ranks} ranks"
+    cpu_times = (
+        f"a batch takes {format_duration(cpu_s or 0.0)} of CPU time, a step {format_duration(step_cpu_s)}, and this "
+        f"job has {cores}"
+    )
     at_once = _fetched_at_once(run, loader, min(cpu_s or 0.0, wall_s), computes=computing >= _COMPUTING)
     if at_once is not None:
         kind, advice = "cpu_bound", at_once
@@ -247,6 +256,8 @@ def _shortage(
     name = _name(run.loader_now)
     settings = settings_line(now, plan.settings) + (f" for the loader{name}" if name else "")
     in_memory = run.storage is not None and run.storage.is_memory
+    waits, third = [block.data_loading_s / block.steps for block in run.blocks], len(run.blocks) // 3
+    waits_less = len(waits) >= _MIN_COLD_BLOCKS and median(waits[-third:]) <= _COLD_WAIT * median(waits[:third])
     if plan.settings.num_workers > run.host.cores:
         waiting = f"{100 * (1 - computing):.0f}% of the time"
         settings += f". Ignore torch's warning about too many workers: they wait {waiting}"
@@ -258,7 +269,7 @@ def _shortage(
             f"prefetch_factor={2 * (now.prefetch_factor or 2)} (now {now.prefetch_factor}), or in_order=False, which "
             "changes the order of batches."
         )
-    elif not in_memory and early_bytes >= max(_MIN_STORAGE_BYTES, _COLD_READS * late_bytes) and _waits_less(run):
+    elif not in_memory and early_bytes >= max(_MIN_STORAGE_BYTES, _COLD_READS * late_bytes) and waits_less:
         kind = "cold_cache"
         advice = (
             f"Early batches read {format_bytes(early_bytes)} each from storage, later ones from the page cache."
@@ -364,42 +375,6 @@ def _has_no_free_core(seen: LoadingFacts) -> bool:
     return (seen.runnable_share or 0.0) >= _RUNNABLE and (seen.delayed_share or 0.0) >= _DELAYED
 
 
-def _waits_less(run: RunMeasurements) -> bool:
-    waits, third = [block.data_loading_s / block.steps for block in run.blocks], len(run.blocks) // 3
-    return len(waits) >= _MIN_COLD_BLOCKS and median(waits[-third:]) <= _COLD_WAIT * median(waits[:third])
-
-
-def _busy_cores(run: RunMeasurements) -> float:
-    """Return how many cores the training process keeps busy while it does not wait for data; 1 if not measured."""
-    cpu_s = sum(block.cpu_s for block in run.blocks)
-    working_s = sum(block.wall_s - block.data_loading_s for block in run.blocks)
-    return cpu_s / working_s if cpu_s > 0 and working_s > 0 else 1.0
-
-
-def _cpu_times(run: RunMeasurements, load_cpu_s: float, step_cpu_s: float) -> str:
-    host = run.host
-    cores = f"{host.cores:g} core{'s' if host.cores > 1 else ''}"
-    if host.cores_in_reach is not None and host.cores_in_reach < 0.9 * host.cores:
-        cores += f" ({host.cores_in_reach:.2g} free of other jobs)"
-    if host.local_ranks > 1:
-        cores += f" for {host.local_ranks} ranks"
-    return (
-        f"a batch takes {format_duration(load_cpu_s)} of CPU time, a step {format_duration(step_cpu_s)}, and this job "
-        f"has {cores}"
-    )
-
-
-def _with_lines(run: RunMeasurements, finding: Finding) -> Finding:
-    """Add the source lines that take the time, unless the workers are not the limit."""
-    evidence = finding.evidence
-    phase = IN_WORKER if evidence.get("num_workers") else DATA_LOADING
-    lines = top_source_lines(run.lines, phase)
-    if lines is None or (phase == IN_WORKER and evidence["kind"] == "main_process"):
-        return finding
-    line = top_line_sentence(run.lines, phase, whose="the loader's time")
-    return replace(finding, evidence={**evidence, "source_lines": lines}, advice=f"{finding.advice} {line}".strip())
-
-
 CAUSE = Cause(
     rows=[
         Variant(
@@ -455,7 +430,7 @@ CAUSE = Cause(
     ],
     find=find,
     why_not=why_not,
-    find_searched=find_searched,
+    find_searched=find,
     settings=LOADER_SETTINGS,
     explains=(DATA_LOADING,),
     verified_on="cpu",
