@@ -137,6 +137,13 @@ def _account(ranks: Sequence[RankMemory], sample: GpuSample, own_pids: Collectio
             "unexplained": used_bytes,
         }
         parts.update(_cut(beyond_torch, used_bytes - reserved_bytes))
+    peak_reserved_bytes = 0
+    for rank in ranks:
+        peak, before = rank.latest.peak_reserved_bytes, rank.before_training
+        held = [reading.reserved_bytes for reading in _readings(rank)]
+        # A peak that did not rise in this run is from an earlier fit, or from a search for the largest batch.
+        is_old = before is not None and peak <= before.peak_reserved_bytes
+        peak_reserved_bytes += max(held if is_old else [*held, peak])
     fullest = max(ranks, key=lambda rank: rank.peak_bytes)
     return MemoryAccount(
         index=index,
@@ -147,7 +154,7 @@ def _account(ranks: Sequence[RankMemory], sample: GpuSample, own_pids: Collectio
         free_bytes=None if used_bytes is None or total_bytes is None else max(0, total_bytes - used_bytes),
         parts_bytes={name: parts[name] for name in PARTS if parts[name]},
         explained_share=1 - parts["unexplained"] / used_bytes if used_bytes else None,
-        peak_reserved_bytes=sum(map(_peak_reserved, ranks)),
+        peak_reserved_bytes=peak_reserved_bytes,
         others=tuple(sorted(others, key=lambda process: (-(process.used_bytes or 0), process.pid))),
         peak_lines=fullest.peak_lines,
         kept_lines=fullest.kept_lines,
@@ -166,13 +173,6 @@ def _cut(sizes: Mapping[str, int], room_bytes: int) -> dict[str, int]:
 def _readings(rank: RankMemory) -> list[MemoryReading]:
     steps = (step for step in (rank.first_step, rank.last_step) if step is not None)
     return [rank.latest, *(reading for step in steps for reading in step.readings.values())]
-
-
-def _peak_reserved(rank: RankMemory) -> int:
-    peak, before = rank.latest.peak_reserved_bytes, rank.before_training
-    held = [reading.reserved_bytes for reading in _readings(rank)]
-    # A peak that did not rise in this run is from an earlier fit, or from a search for the largest batch.
-    return max(held if before is not None and peak <= before.peak_reserved_bytes else [*held, peak])
 
 
 def _torch_parts(rank: RankMemory) -> dict[str, int]:

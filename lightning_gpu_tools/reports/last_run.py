@@ -68,14 +68,14 @@ def need_of(report: Report, name: str) -> Need | None:
     The margin never exceeds the free memory of an idle GPU of the same size. If memory ran out, the need is a lower
     bound. ``name`` is the name of the report, for the sentence.
     """
-    sizes = []
+    sizes: list[tuple[float, float]] = []
     for account in report.memory if report.steps else ():
         parts, idle_bytes = account.parts_bytes, _idle_bytes(account.total_bytes)
         held_bytes = sum(parts.get(name, 0) for name in (*TENSORS, *CACHE))  # by torch's allocator
         # In the first seconds, the driver's last sample may be older than torch's memory.
         context_bytes = max(parts.get("context", CONTEXT_BYTES), CUDA_CONTEXT_BYTES)
-        peak_bytes = max(held_bytes, account.peak_reserved_bytes or 0) + context_bytes
-        sizes.append((min(peak_bytes, idle_bytes), idle_bytes))
+        used_bytes = max(held_bytes, account.peak_reserved_bytes or 0) + context_bytes
+        sizes.append((min(used_bytes, idle_bytes), idle_bytes))
     for finding in report.diagnosis.findings:
         missed_bytes = finding.evidence.get("needed_bytes")
         if isinstance(missed_bytes, (int, float)) and missed_bytes > 0:

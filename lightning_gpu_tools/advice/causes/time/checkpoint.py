@@ -23,19 +23,14 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if storage is not None and storage.is_network:
         where += " Saving to a local disk and copying them later may be faster."
     for phase in phases_of(run, CHECKPOINT):
-        rarely = f"Save {phase.times} times less often{_interval(run, phase.times)}"
-        advice = f"{rarely}. Or save in the background{plugin}.{where}"
+        interval = ""
+        if run.checkpoints:
+            steps = max(1, round(run.steps / run.checkpoints))
+            interval = f": ModelCheckpoint(every_n_train_steps={phase.times * steps})"
+            if run.epoch_steps and steps >= run.epoch_steps:
+                interval = f": ModelCheckpoint(every_n_epochs={phase.times * round(steps / run.epoch_steps)})"
+        advice = f"Save {phase.times} times less often{interval}. Or save in the background{plugin}.{where}"
         yield lost_in(run, phase, begins="Writing checkpoints takes", advice=advice, evidence=evidence_of(storage))
-
-
-def _interval(run: RunMeasurements, times: int) -> str:
-    """Return the option that saves this many times less often, after a colon; empty if the interval is unknown."""
-    if not run.checkpoints:
-        return ""
-    steps = max(1, round(run.steps / run.checkpoints))
-    if run.epoch_steps and steps >= run.epoch_steps:
-        return f": ModelCheckpoint(every_n_epochs={times * round(steps / run.epoch_steps)})"
-    return f": ModelCheckpoint(every_n_train_steps={times * steps})"
 
 
 CAUSE = Cause(

@@ -20,9 +20,10 @@ _MIN_SHARE = 0.10  # of the step: torch's TensorBoard plugin
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
-    mean_s = mean_wait_s(run.ranks)
+    mean_s, idle = mean_wait_s(run.ranks), run.gpu_idle
     if mean_s is None:
-        yield from _seen_by_one_gpu(run)
+        if run.on_gpu and idle is not None:
+            yield _sending(run, idle.step_s.get(RANK_WAIT_IN_STEP, 0.0) / max(1, idle.samples))
         return
     late_s = fmean(rank.others_late_s or 0.0 for rank in run.ranks)
     if run.on_gpu and late_s < mean_s / 2:
@@ -38,14 +39,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     elif not run.has_trainer:
         change = "Accumulate gradients over several batches (no_sync)"
     yield _waiting(run, mean_s, f"{why} {change} to synchronize less often, or use fewer ranks.")
-
-
-def _seen_by_one_gpu(run: RunMeasurements) -> Iterator[Finding]:
-    idle = run.gpu_idle
-    if not run.on_gpu or idle is None:
-        return
-    wait_s = idle.step_s.get(RANK_WAIT_IN_STEP, 0.0) / max(1, idle.samples)
-    yield _sending(run, wait_s)
 
 
 def why_not(run: RunMeasurements, finding: Finding) -> str:

@@ -124,8 +124,8 @@ def find(run: RunMeasurements, searched: LoaderResult | None = None) -> Iterator
     lines = top_source_lines(run.lines, phase)
     if lines is not None and (phase == DATA_LOADING or found.evidence["kind"] != "main_process"):
         line = top_line_sentence(run.lines, phase, whose="the loader's time")
-        evidence, advice = {**found.evidence, "source_lines": lines}, f"{found.advice} {line}".strip()
-        found = replace(found, evidence=evidence, advice=advice)
+        advice = f"{found.advice} {line}".strip()
+        found = replace(found, evidence={**found.evidence, "source_lines": lines}, advice=advice)
     yield found
 
 

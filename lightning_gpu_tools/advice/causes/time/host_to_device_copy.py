@@ -20,26 +20,16 @@ _BEGINS = "Moving batches to the device takes"
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
-    yield from _to_gpu(run) if run.on_gpu else _on_cpu(run)
-
-
-def _on_cpu(run: RunMeasurements) -> Iterator[Finding]:
-    hooks = "the transfer hooks faster (transfer_batch_to_device, on_after_batch_transfer), or do their"
-    advice = f"Make {hooks if run.has_trainer else 'moving the batch faster, or do that'} work in the dataset, where "
-    for phase in phases_of(run, COPY):
-        yield lost_in(run, phase, begins=_BEGINS, advice=f"{advice}workers run it in parallel.")
-
-
-def _to_gpu(run: RunMeasurements) -> Iterator[Finding]:
-    between = 0.0 if run.gpu_idle is None else lost_share(run, COPY)
-    share = min(between, idle_share(run))
+    if not run.on_gpu:
+        hooks = "the transfer hooks faster (transfer_batch_to_device, on_after_batch_transfer), or do their"
+        advice = f"Make {hooks if run.has_trainer else 'moving the batch faster, or do that'} work in the dataset, "
+        for phase in phases_of(run, COPY):
+            yield lost_in(run, phase, begins=_BEGINS, advice=f"{advice}where workers run it in parallel.")
+        return
+    share = 0.0 if run.gpu_idle is None else min(lost_share(run, COPY), idle_share(run))
     if share < MIN_SHARE:
         return
     copy_s = share * run.step_s
-    evidence = {
-        "batch_bytes": run.batch_bytes or None,
-        "bytes_per_second": run.batch_bytes / copy_s if run.batch_bytes else None,
-    }
     yield lost_time(
         run,
         COPY,
@@ -48,7 +38,10 @@ def _to_gpu(run: RunMeasurements) -> Iterator[Finding]:
         advice=_advice(run),
         phase=COPY,
         per_step_s=copy_s,
-        evidence=evidence,
+        evidence={
+            "batch_bytes": run.batch_bytes or None,
+            "bytes_per_second": run.batch_bytes / copy_s if run.batch_bytes else None,
+        },
         lines=[COPY],
     )
 

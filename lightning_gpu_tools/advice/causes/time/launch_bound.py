@@ -41,9 +41,14 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         larger = larger or "a larger batch_size"
         advice = f"The model is too small for this GPU. Set {larger}, or train on the CPU.{caveat}"
     else:
-        advice = f"The host launches kernels more slowly than the GPU runs them. Use {_fewer_launches(run)}" + (
-            f", or {larger}.{caveat}" if larger else "."
-        )
+        fewer = "torch.compile(model, mode='reduce-overhead') (CUDA graphs)"
+        if run.replays_per_step >= _MIN_REPLAYS:
+            fewer = f"CUDA graphs for the code outside of the {run.replays_per_step:.0f} per step"
+        elif run.recompiled is not None:
+            fewer = "mode='reduce-overhead' (CUDA graphs) in your torch.compile call"
+        fused = ", a fused optimizer (AdamW(..., fused=True))" if run.stage == "fit" else ""
+        or_larger = f", or {larger}.{caveat}" if larger else "."
+        advice = f"The host launches kernels more slowly than the GPU runs them. Use {fewer}{fused}{or_larger}"
     yield lost_time(
         run,
         "launch_bound",
@@ -56,15 +61,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         lines=[TRAINING_STEP],
         basis="heuristic" if idle is None else "measured",
     )
-
-
-def _fewer_launches(run: RunMeasurements) -> str:
-    fused = ", a fused optimizer (AdamW(..., fused=True))" if run.stage == "fit" else ""
-    if run.replays_per_step >= _MIN_REPLAYS:
-        return f"CUDA graphs for the code outside of the {run.replays_per_step:.0f} per step{fused}"
-    if run.recompiled is not None:
-        return f"mode='reduce-overhead' (CUDA graphs) in your torch.compile call{fused}"
-    return f"torch.compile(model, mode='reduce-overhead') (CUDA graphs){fused}"
 
 
 CAUSE = Cause(

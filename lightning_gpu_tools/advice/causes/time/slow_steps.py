@@ -48,7 +48,11 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         return
     slow = max(found, key=lambda group: group.excess_s)
     label, every = label_of(slow.phase, run.activity), _period(slow.steps)
-    share = _lost(run, slow)
+    share, in_step = min(slow.excess_s / run.wall_s, 1.0), idle_in_step_share(run)
+    if base_phase(slow.phase) != TRAINING_STEP:
+        share = min(share * exposed_share(run, slow.phase), idle_share(run))
+    elif in_step is not None:  # while the GPU is busy, the host may only be waiting for it
+        share = min(share, in_step)
     if share < _MIN_SHARE or every == run.accumulate_grad_batches:  # the optimizer's step is due then
         return
     longer = slow.batch_items / times.batch_items if slow.batch_items and times.batch_items else 1.0
@@ -93,15 +97,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 def _is_explained(finding: Finding, others: Sequence[tuple[Cause[Any], Finding]]) -> bool:
     group = base_phase(str(finding.evidence["phase"]))
     return any(group in cause.explains for cause, _ in others)
-
-
-def _lost(run: RunMeasurements, slow: SlowSteps) -> float:
-    share = min(slow.excess_s / run.wall_s, 1.0)
-    if base_phase(slow.phase) != TRAINING_STEP:
-        return min(share * exposed_share(run, slow.phase), idle_share(run))
-    # While the GPU is busy, the host may only be waiting for it.
-    in_step = idle_in_step_share(run)
-    return share if in_step is None else min(share, in_step)
 
 
 def _period(steps: Sequence[int]) -> int | None:

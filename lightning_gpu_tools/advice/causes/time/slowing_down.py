@@ -43,7 +43,10 @@ _ADVICE = {
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
-    third, steps_s = len(run.blocks) // 3, [_own_s(block) for block in run.blocks]
+    third, steps_s = len(run.blocks) // 3, []
+    for block in run.blocks:  # without pauses and waits
+        parts_s = [seconds for phase, seconds in block.phase_s.items() if base_phase(phase) not in _NOT_OF_STEP]
+        steps_s.append((sum(parts_s) - block.core_wait_s) / block.steps)
     early, late = median_interval(steps_s[:third]), median_interval(steps_s[-third:])
     if early is None or late is None or early[0] <= 0:
         return
@@ -89,12 +92,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         basis="heuristic" if what else "measured",
         lower=share * (lower - 1) / (times - 1),
     )
-
-
-def _own_s(block: StepBlock) -> float:
-    """Return the mean time of a step without pauses and waits."""
-    parts_s = [seconds for phase, seconds in block.phase_s.items() if base_phase(phase) not in _NOT_OF_STEP]
-    return (sum(parts_s) - block.core_wait_s) / block.steps
 
 
 def _mean_s(blocks: Sequence[StepBlock], phase: str) -> float:

@@ -81,11 +81,16 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "ranks": len(ranks),
         "phase": phase,
     }
+    line = ""
     if phase is None:
         loss = "No single phase explains it: compare its cores, storage and clocks with those of the others."
     else:
         group, _, name = phase.partition("/")
         words = printable(name) or PARTS_OF_STEP.get(group) or PHASES[group].label
+        phases = [f"{TRAINING_STEP}/{phase}"] if phase in PARTS_OF_STEP else [phase]
+        if phase == DATA_LOADING and any(sampled.phase == IN_WORKER for sampled in slow.lines):
+            phases = [IN_WORKER]
+        evidence["source_lines"], line = top_source_lines(slow.lines, *phases), top_line_sentence(slow.lines, *phases)
         loss = f"It loses {'the' if coverage >= _MIN_COVERAGE else 'most of the'} time in {words}: {_ADVICE[group]}."
     gpu = "" if slow.gpu is None else f", GPU {slow.gpu}"
     sentences = (
@@ -94,7 +99,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         f"It is late {100 * late_share:.0f}% of the time." if late_share < _ALWAYS else "",
         f"Also slow: rank{'s' * (len(others) > 1)} {number_ranges(others)}." if others else "",
         loss,
-        _line_behind(slow, phase, evidence),
+        line,
     )
     own, usual = (format_duration(one_s) for one_s in (slow.own_step_s, slow.own_step_s - excess_s))
     yield lost_time(
@@ -140,16 +145,6 @@ def _in_parts_of(steps: int, rank: RankStep) -> list[float]:
         parts = [(first + second) / 2 for first, second in zip(parts[::2], parts[1::2], strict=False)]
         length *= 2
     return parts
-
-
-def _line_behind(slow: RankStep, phase: str | None, evidence: Evidence) -> str:
-    if phase is None:
-        return ""
-    phases = [f"{TRAINING_STEP}/{phase}"] if phase in PARTS_OF_STEP else [phase]
-    if phase == DATA_LOADING and any(sampled.phase == IN_WORKER for sampled in slow.lines):
-        phases = [IN_WORKER]
-    evidence["source_lines"] = top_source_lines(slow.lines, *phases)
-    return top_line_sentence(slow.lines, *phases)
 
 
 def _phase_behind(ranks: Sequence[RankStep], slow: RankStep, excess_s: float) -> tuple[str | None, float]:

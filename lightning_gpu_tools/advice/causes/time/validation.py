@@ -45,7 +45,13 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     ]
     if restarted and started >= _MIN_LOADER_SHARE:
         rest = taken * (1 - started) / (1 - taken * started)  # of the wall time, once workers are kept
-        changes = [_kept_workers(restarted, started), _less(run, rest) if rest >= MAX_USUAL else ""]
+        which, most = f"the validation loader{'s' * (len(restarted) > 1)}", max(restarted)
+        keep = (
+            f"Each validation spends {100 * started:.0f}% of its time starting {plural(sum(restarted), 'worker')}. "
+            f"Keep the workers of {which}: DataLoader(..., num_workers={most}, persistent_workers=True) "
+            f"(now {most}, False)."
+        )
+        changes = [keep, _less(run, rest) if rest >= MAX_USUAL else ""]
     elif loaders and not any(settings.num_workers for settings in loaders) and waited >= _MIN_LOADER_SHARE:
         changes = [_workers(run, waited), _less(run, taken)]
     else:
@@ -74,16 +80,6 @@ def why_not(run: RunMeasurements, finding: Finding) -> str:
     return "the run has only one" if run.validations == 1 else ""
 
 
-def _kept_workers(restarted: list[int], started: float) -> str:
-    """Return how to keep the workers of loaders that start them in each validation."""
-    which, most, count = f"the validation loader{'s' * (len(restarted) > 1)}", max(restarted), sum(restarted)
-    return (
-        f"Each validation spends {100 * started:.0f}% of its time starting {plural(count, 'worker')}. "
-        f"Keep the workers of {which}: DataLoader(..., num_workers={most}, persistent_workers=True) "
-        f"(now {most}, False)."
-    )
-
-
 def _workers(run: RunMeasurements, waited: float) -> str:
     """Return how many workers would load the batches of validation while it computes, and what to change first."""
     cores = max(1, math.floor(run.host.cores / run.host.local_ranks))
@@ -106,22 +102,16 @@ def _less(run: RunMeasurements, taken: float) -> str:
     batches = run.validation_batches // max(1, run.validations) // max(1, len(run.validation_loaders))
     limit = max(1, batches // times) if batches else f"{1 / times:g}"
     less = "" if limit == batches else f"se less validation data: Trainer(limit_val_batches={limit})."
-    rarely = _rarely(run, times)
+    rarely = ""
+    if run.validations and run.epoch_steps:
+        steps, epochs = round(run.steps / run.validations), min(times, _MAX_EPOCHS_APART)
+        if steps < run.epoch_steps:  # within epochs
+            rarely = f"val_check_interval={times * steps if times * steps < run.epoch_steps else '1.0'}"
+        elif run.epochs >= 2 * epochs:
+            rarely = f"check_val_every_n_epoch={epochs}"
     if not rarely:
         return f"U{less}" if less else "Make validation_step faster."
     return f"Validate less often: Trainer({rarely}).{f' Or u{less}' if less else ''}"
-
-
-def _rarely(run: RunMeasurements, times: int) -> str:
-    """Return the option of the Trainer that validates this many times less often; empty if there is none."""
-    if not run.validations or not run.epoch_steps:
-        return ""
-    steps = round(run.steps / run.validations)
-    if steps < run.epoch_steps:  # within epochs
-        rarely = min(times * steps, run.epoch_steps)
-        return f"val_check_interval={rarely if rarely < run.epoch_steps else '1.0'}"
-    epochs = min(times, _MAX_EPOCHS_APART)
-    return f"check_val_every_n_epoch={epochs}" if run.epochs >= 2 * epochs else ""
 
 
 CAUSE = Cause(
