@@ -233,9 +233,9 @@ MIN_S, RARE_S = 1.5, 6.0
 
 def scale() -> None:
     """Shorten the package's thresholds of 60 s and 450 s to 1.5 s and 6 s."""
-    from lightning_gpu_tools.advice import stall_patience
+    from lightning_gpu_tools.advice import stalls
 
-    stall_patience.MIN_S, stall_patience.RARE_S = MIN_S, RARE_S
+    stalls.MIN_S, stalls.RARE_S = MIN_S, RARE_S
 
 
 LONG_S = 2 * MIN_S

@@ -13,7 +13,8 @@ from lightning_gpu_tools.advice.idle_time import idle_residual
 from lightning_gpu_tools.advice.lines import top_line_sentence, top_source_lines
 from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.units import format_duration, printable
+from lightning_gpu_tools.training.storage import Storage
+from lightning_gpu_tools.units import format_duration, printable, printable_path
 
 Verdict = Literal["healthy", "low", "too_short", "shared_gpu", "unknown", "out_of_memory"]
 Basis = Literal["measured", "heuristic"]
@@ -240,3 +241,23 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     draw = random.Random(0)
     means = sorted(fmean(draw.choices(values, k=len(values))) for _ in range(1000))
     return means[24], means[974]
+
+
+def storage_sentence(storage: Storage | None, subject: str = "") -> str:
+    """Return a sentence after a space: ``" /data is on nfs4, a network file system."``; empty if it is unknown."""
+    if storage is None:
+        return ""
+    kind = ", a network file system" if storage.is_network else ", which is memory" if storage.is_memory else ""
+    return f" {subject}{printable_path(storage.path)} is on {printable(storage.file_system)}{kind}."
+
+
+def may_be_remote(storage: Storage | None) -> bool:
+    """Return whether a copy on a local disk may be faster."""
+    return storage is None or storage.is_network
+
+
+def evidence_of_storage(storage: Storage | None) -> Evidence:
+    """Return a storage as evidence."""
+    if storage is None:
+        return {}
+    return {"storage_path": printable_path(storage.path), "file_system": printable(storage.file_system)}

@@ -17,9 +17,8 @@ from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
 from lightning_gpu_tools.runs.ending import Ending
-from lightning_gpu_tools.runs.failures import failure_of, worker_exits
+from lightning_gpu_tools.runs.errors import failure_of, message_of, with_facts, worker_exits
 from lightning_gpu_tools.runs.loggers import log_metrics
-from lightning_gpu_tools.runs.out_of_memory import message_of, with_facts
 from lightning_gpu_tools.runs.run import Run, Timer
 from lightning_gpu_tools.runs.run_gpus import open_gpus
 from lightning_gpu_tools.runs.run_recorder import RunRecorder

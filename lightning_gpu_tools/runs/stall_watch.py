@@ -17,8 +17,15 @@ import msgspec
 
 from lightning_gpu_tools.advice.collectives import collective_of
 from lightning_gpu_tools.advice.diagnosis import explain_stall
-from lightning_gpu_tools.advice.stall_patience import Patience, is_excused, limit_s
-from lightning_gpu_tools.advice.stalls import Stall, describe_rank, headline, in_function
+from lightning_gpu_tools.advice.stalls import (
+    Patience,
+    Stall,
+    describe_rank,
+    headline,
+    in_function,
+    is_excused,
+    limit_s,
+)
 from lightning_gpu_tools.errors import StalledTrainingWarning
 from lightning_gpu_tools.reports.report import FILE_NAME
 from lightning_gpu_tools.runs.notify import notify

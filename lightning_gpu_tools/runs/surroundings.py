@@ -16,7 +16,7 @@ from lightning_gpu_tools.gpus.readings import MAX_USERS, GpuClaim
 from lightning_gpu_tools.host import affinity_cores, read_host_budget, shared_memory_bytes
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.settings import settings_of
-from lightning_gpu_tools.runs.out_of_memory import copies_per_weight
+from lightning_gpu_tools.runs.errors import copies_per_weight
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.run_gpus import gpu_readings
 from lightning_gpu_tools.selection import claims

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_gpu_tools.advice.diagnosis import explain_stall
 from lightning_gpu_tools.advice.examples import a_rank, a_stack, a_stall
-from lightning_gpu_tools.advice.stall_patience import FACTOR, MIN_S, RARE_S, Patience, is_excused
+from lightning_gpu_tools.advice.stalls import FACTOR, MIN_S, RARE_S, Patience, is_excused
 from lightning_gpu_tools.training.phases import (
     CHECKPOINT,
     DATA_LOADING,

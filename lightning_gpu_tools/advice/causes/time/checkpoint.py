@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
-from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.findings import Finding, evidence_of_storage, storage_sentence
 from lightning_gpu_tools.advice.host_phases import lost_in, phases_of
-from lightning_gpu_tools.advice.storage import evidence_of, storage_sentence
 from lightning_gpu_tools.training.phases import CHECKPOINT
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
@@ -30,7 +29,9 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
             if run.epoch_steps and steps >= run.epoch_steps:
                 interval = f": ModelCheckpoint(every_n_epochs={phase.times * round(steps / run.epoch_steps)})"
         advice = f"Save {phase.times} times less often{interval}. Or save in the background{plugin}.{where}"
-        yield lost_in(run, phase, begins="Writing checkpoints takes", advice=advice, evidence=evidence_of(storage))
+        yield lost_in(
+            run, phase, begins="Writing checkpoints takes", advice=advice, evidence=evidence_of_storage(storage)
+        )
 
 
 CAUSE = Cause(

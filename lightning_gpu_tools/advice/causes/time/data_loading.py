@@ -20,9 +20,12 @@ from lightning_gpu_tools.advice.findings import (
     Evidence,
     Finding,
     as_times,
+    evidence_of_storage,
     known,
     lost_time,
+    may_be_remote,
     median_interval,
+    storage_sentence,
 )
 from lightning_gpu_tools.advice.idle_time import exposed_share, idle_share, without_warm_up
 from lightning_gpu_tools.advice.lines import MIN_SAMPLES, is_of_program, seen_in, top_line_sentence, top_source_lines
@@ -39,7 +42,6 @@ from lightning_gpu_tools.advice.loader_plan import (
     settings_line,
     with_range,
 )
-from lightning_gpu_tools.advice.storage import evidence_of, may_be_remote, storage_sentence
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched, workers_allowed
 from lightning_gpu_tools.training.phases import IN_WORKER, PAUSES
 from lightning_gpu_tools.training.run_measurements import (
@@ -220,7 +222,7 @@ def _of_torch_loader(
         is_share = value is not None and name.endswith("_share")
         shown = f"workers_{name}" if name in ("runnable_share", "delayed_share", "runnable_threads") else name
         evidence[shown.replace("_share", "_percent")] = 100 * value if is_share else value
-    evidence |= evidence_of(run.storage)
+    evidence |= evidence_of_storage(run.storage)
     found = replace(found, advice=advice, evidence={**found.evidence, **known(evidence)})
     if at_once is not None:
         return found

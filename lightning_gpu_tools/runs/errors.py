@@ -1,4 +1,4 @@
-"""The facts about a run when its memory ran out."""
+"""Why an error ended a run: dead workers, a sample, or memory that ran out, with the facts at that time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ import signal
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from types import FrameType
 
 import torch
 
-from lightning_gpu_tools.advice.failures import WorkerExit
+from lightning_gpu_tools.advice.failures import (
+    Failure,
+    WorkerExit,
+    failure_of_dataset,
+    failure_of_workers,
+    not_picklable,
+)
 from lightning_gpu_tools.advice.lines import is_of_program
 from lightning_gpu_tools.advice.out_of_memory import begin_bytes, is_out_of_memory
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
+from lightning_gpu_tools.host import shared_memory_bytes
+from lightning_gpu_tools.loaders.workers import OF_LIVING_WORKERS, wait_for_exit_codes
 from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.memory.holdings import count_holdings
 from lightning_gpu_tools.memory.out_of_memory import (
@@ -46,6 +55,33 @@ _FUNCTIONS = {
     "load_checkpoint": LOADING_CHECKPOINT,
     "load:torch/serialization": LOADING_CHECKPOINT,
 }
+
+
+def worker_exits(run: Run, error: BaseException) -> list[WorkerExit]:
+    """Return the dead workers of the loader that raised an error, or of the training loader."""
+    workers = compat.workers(compat.iterator_waited_for(_frames(error)) or run.iterator)
+    text = str(error)
+    may_be_of_workers = "DataLoader worker" in text or isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
+    if may_be_of_workers and workers and not any(words in text for words in OF_LIVING_WORKERS):
+        wait_for_exit_codes(workers)
+    exits = [WorkerExit(i, one.pid or 0, one.exitcode) for i, one in enumerate(workers) if one.exitcode is not None]
+    return [one for one in exits if one.exitcode or "exited unexpectedly" in text]
+
+
+def failure_of(error: BaseException, exits: Sequence[WorkerExit], oom_kills: int) -> Failure | None:
+    """Return the failure that ended training, if known beyond its error."""
+    frames, shm_bytes = _frames(error), shared_memory_bytes()
+    # Only "dump": code in the same file that receives tensors from a worker fails if the worker has died.
+    codes = [frame.f_code for frame in frames]
+    is_pickling = any(c.co_name == "dump" and c.co_filename.endswith("multiprocessing/reduction.py") for c in codes)
+    if is_pickling and any("torch/utils/data/" in code.co_filename for code in codes):
+        return not_picklable(str(error))
+    dead = failure_of_workers(exits, oom_kills, shm_bytes)
+    return dead or failure_of_dataset(str(error), compat.index_of(frames), shm_bytes)
+
+
+def _frames(error: BaseException) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def message_of(error: BaseException, exits: Sequence[WorkerExit]) -> OutOfMemory | None:
