@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 from lightning_gpu_tools.memory.caching_allocator import CachingAllocator, block_size
 from lightning_gpu_tools.memory.readings import StepMemory
@@ -37,11 +38,7 @@ def largest_batch(
         batch_bytes: Size of a whole batch on the GPU, in the last of these steps.
         keeps_gradients: Whether gradients stay during steps, as with accumulation.
     """
-
-    def fits(size: int) -> bool:
-        room = (1 - _SPARE) * room_bytes
-        return _trains(steps, size, room, batch_bytes, keeps_gradients=keeps_gradients)
-
+    fits = partial(_trains, steps, (1 - _SPARE) * room_bytes, batch_bytes, keeps_gradients=keeps_gradients)
     if not any(event.grows for event in steps[-1].events):
         return None
     usual = steps[-1].batch_shape[0]
@@ -63,7 +60,7 @@ def bound_by_failure(batch_size: int, taken_bytes: float, fixed_bytes: float, ro
 
 
 def _trains(
-    steps: Sequence[StepMemory], size: int, room_bytes: float, batch_bytes: int, *, keeps_gradients: bool
+    steps: Sequence[StepMemory], room_bytes: float, batch_bytes: int, size: int, *, keeps_gradients: bool
 ) -> bool:
     """Return whether memory suffices for the recorded steps with batches of this size, and for one more step."""
     allocator = CachingAllocator(room_bytes, steps[0].segments)

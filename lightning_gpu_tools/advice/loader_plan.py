@@ -274,17 +274,16 @@ def settings_line(now: LoaderSettings, wanted: LoaderSettings) -> str:
     return f"DataLoader(..., {code}) (now {', '.join(str(getattr(now, name)) for name in changed)})"
 
 
-def with_range(finding: Finding, workers: int, lower: float, expected: float, upper: float) -> Finding:
-    """Return a finding with the expected speedup of this many workers, and its range."""
+def with_range(
+    finding: Finding, workers: int, lower: float, expected: float, upper: float, *, is_advised: bool
+) -> Finding:
+    """Return a finding with the expected speedup of this many workers, and its range; its bound if they are advised."""
     predicted = {"predicted_num_workers": workers, "speedup": expected, "speedup_lower": lower, "speedup_upper": upper}
-    return replace(finding, evidence={**finding.evidence, **predicted})
-
-
-def advised(finding: Finding) -> Finding:
-    """Return a finding that advises the workers for which its range was predicted."""
+    finding = replace(finding, evidence={**finding.evidence, **predicted})
+    if not is_advised:
+        return finding
     # A step without a wait before it can gain more than the wait, because its caches stay warm.
-    bound = min(float(finding.evidence["speedup_upper"]), ceiling(finding.share))
-    evidence = {**finding.evidence, "advised_num_workers": finding.evidence["predicted_num_workers"]}
+    bound, evidence = min(upper, ceiling(finding.share)), {**finding.evidence, "advised_num_workers": workers}
     return replace(finding, evidence=evidence, ceiling=bound, ceiling_lower=min(finding.ceiling_lower, bound))
 
 
@@ -300,7 +299,8 @@ def as_searched(finding: Finding, result: LoaderResult) -> Finding:
         advice = f"Set {settings_line(result.original, result.settings)}. {measured}"
         found = replace(finding, evidence={**finding.evidence, "kind": "too_few_workers"}, advice=advice)
         speedup, error = before.batch_s / after.batch_s, 1 + _TRIAL_ERROR
-        return advised(with_range(found, after.settings.num_workers, speedup / error, speedup, speedup * error))
+        workers = after.settings.num_workers
+        return with_range(found, workers, speedup / error, speedup, speedup * error, is_advised=True)
     if finding.evidence.get("kind") not in ("too_few_workers", "io_bound"):  # only these advise more workers
         return finding
     evidence = {name: value for name, value in finding.evidence.items() if name not in _PREDICTED}

@@ -364,16 +364,15 @@ def fullest_first(accounts: Sequence[MemoryAccount]) -> list[MemoryAccount]:
 
 def _memory_trees(report: Report, full: bool) -> list[str]:
     """Return the memory use of the fullest GPU, or of all GPUs if ``full``."""
-    ordered = fullest_first(report.memory)
-    which = f" (the fullest of {len(report.memory):,})" if len(report.memory) > 1 else ""
-    if ordered and not full and _share_used(ordered[0]) < _MIN_MEMORY and report.diagnosis.verdict != "out_of_memory":
-        used = format_bytes(sum(ordered[0].parts_bytes.values()))
-        total = format_bytes(ordered[0].total_bytes or 0)
-        return [_wrapped(f"Memory in use on {gpu_label(ordered[0])}{which} at the peak: {used} of {total}.")]
-    lines = []
+    ordered, lines = fullest_first(report.memory), []
     for account in ordered if full else ordered[:1]:
-        lines += _memory_tree(account, gpu_label(account) + which, full)
-        which = ""
+        which = f" (the fullest of {len(ordered):,})" if account is ordered[0] and ordered[1:] else ""
+        gpu = gpu_label(account) + which
+        if full or _share_used(account) >= _MIN_MEMORY or report.diagnosis.verdict == "out_of_memory":
+            lines += _memory_tree(account, gpu, full)
+        else:
+            used, total = format_bytes(sum(account.parts_bytes.values())), format_bytes(account.total_bytes or 0)
+            lines.append(_wrapped(f"Memory in use on {gpu} at the peak: {used} of {total}."))
     return lines
 
 

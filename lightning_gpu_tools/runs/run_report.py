@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import logging
+import math
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,11 +26,11 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import process_id
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
+from lightning_gpu_tools.reports.page import render_page
 from lightning_gpu_tools.reports.report import COMPLETED, PREVIOUS_NAME, RUNNING, Report
 from lightning_gpu_tools.reports.report_file import WRITE_EVERY_S, ReportFile, run_folder
 from lightning_gpu_tools.reports.text import in_color, render_text
 from lightning_gpu_tools.runs import drawing
-from lightning_gpu_tools.runs.loggers import log_summary
 from lightning_gpu_tools.runs.notify import notify
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.session import Session
@@ -242,7 +245,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
     if run is not None:
         for logger in run.loggers:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
-                log_summary(report, text, logger, run.logged_step - 1)
+                _log_summary(report, text, logger, run.logged_step - 1)
     if path and report.diagnosis.verdict == "low":
         written += _how_to_verify(file)
     with _failure_added_to(lines, "The notification failed"):
@@ -251,6 +254,40 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
         is_end = report.outcome == COMPLETED
         notify("end" if is_end else "error", file.folder, outcome=report.outcome, report=path, **texts)
     say("\n".join([*lines, *written]))
+
+
+def _log_summary(report: Report, text: str, logger: Any, step: int) -> None:
+    """Log the diagnosis, the use of memory, and the report: as a page, or as text where a logger shows no page."""
+    parts = report.memory[0].parts_bytes if report.memory else {}
+    sizes = {f"memory_{name}_bytes": float(size) for name, size in parts.items()}
+    summary = {**report.diagnosis.summary(), **sizes}
+    separator = getattr(logger, "group_separator", "/")
+    named = {f"gpu_tools{separator}{name}": value for name, value in summary.items()}
+    numbers = {name: value for name, value in named.items() if isinstance(value, float) and math.isfinite(value)}
+    if numbers:
+        logger.log_metrics(metrics=numbers, step=step)
+    texts = {name: value for name, value in named.items() if isinstance(value, str)}
+    page = f"gpu_tools{separator}report"
+    # Lightning's loggers share no method for texts, and CSV files have no place for them. A page has no picture, which
+    # is not drawn yet.
+    experiment: Any = getattr(logger, "experiment", None)  # Lightning's base class does not have it
+    if hasattr(experiment, "add_text"):  # TensorBoard, which shows text as Markdown
+        for name, value in {**texts, page: textwrap.indent(text, "    ")}.items():
+            experiment.add_text(name, value, step)
+    elif hasattr(experiment, "set_tag"):  # MLflow
+        for name, value in texts.items():
+            experiment.set_tag(logger.run_id, name, value)
+        experiment.log_text(logger.run_id, render_page(report), f"{page}.html")
+    elif hasattr(experiment, "log_other"):  # Comet
+        for name, value in texts.items():
+            experiment.log_other(name, value)
+        experiment.log_asset_data(render_page(report), name=f"{page}.html")
+    elif hasattr(experiment, "summary"):  # Weights & Biases
+        for name, value in texts.items():
+            experiment.summary[name] = value
+        if "wandb" in sys.modules:
+            html = sys.modules["wandb"].Html(io.StringIO(render_page(report)), inject=False)  # without its style sheet
+            logger.log_metrics({page: html}, step)
 
 
 @contextlib.contextmanager

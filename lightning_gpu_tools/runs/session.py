@@ -18,7 +18,6 @@ from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.errors import failure_of, message_of, with_facts, worker_exits
-from lightning_gpu_tools.runs.loggers import log_metrics
 from lightning_gpu_tools.runs.run import Run, Timer
 from lightning_gpu_tools.runs.run_gpus import open_gpus
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
@@ -253,7 +252,10 @@ class Session:
 
     def _log_metrics(self, metrics: Mapping[str, float], troubles: Sequence[str], step: int) -> None:
         self.warn(*troubles)
-        log_metrics(self.run.loggers, metrics, step)
+        for logger in self.run.loggers if metrics else ():
+            separator = getattr(logger, "group_separator", "/")
+            named = {name.replace("/", separator): value for name, value in metrics.items()}
+            logger.log_metrics(metrics=named, step=step)  # by keyword, as Lightning does
 
     def warn(self, *messages: str, category: type[Warning] = UserWarning) -> None:
         """Warn with each message once, on rank 0, and request a write of the report."""

@@ -23,8 +23,7 @@ from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.comparison import earlier_report
-from lightning_gpu_tools.reports.report_file import ReportFile, load_report
-from lightning_gpu_tools.reports.schema import SCHEMA_VERSION, from_json, to_json
+from lightning_gpu_tools.reports.report_file import SCHEMA_VERSION, ReportFile, from_json, load_report, to_json
 from lightning_gpu_tools.training.run_measurements import LoaderSettings, RankStep, SourceLine
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.units import printable_path

@@ -17,8 +17,7 @@ from lightning_gpu_tools.advice.examples import STEP, gpu_run
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, LoaderTrial
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.memory.readings import MemoryGrowth
-from lightning_gpu_tools.reports.report_file import ReportFile, load_report
-from lightning_gpu_tools.reports.schema import from_json, to_json
+from lightning_gpu_tools.reports.report_file import ReportFile, from_json, load_report, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 

@@ -35,7 +35,6 @@ from lightning_gpu_tools.advice.loader_plan import (
     LoadCost,
     LoaderPlan,
     LoaderResult,
-    advised,
     as_searched,
     plan_loader,
     predict_step,
@@ -226,10 +225,10 @@ def _of_torch_loader(
     found = replace(found, advice=advice, evidence={**found.evidence, **known(evidence)})
     if at_once is not None:
         return found
-    found = with_range(found, tried, *speedup)
     # Other advice may end the whole wait.
-    has_advice = kind == "too_few_workers" and plan.settings.num_workers > loader.num_workers
-    return advised(found) if has_advice and not workers_allowed(run.loader_began).obstacles else found
+    is_advised = kind == "too_few_workers" and plan.settings.num_workers > loader.num_workers
+    is_advised = is_advised and not workers_allowed(run.loader_began).obstacles
+    return with_range(found, tried, *speedup, is_advised=is_advised)
 
 
 def _shortage(
