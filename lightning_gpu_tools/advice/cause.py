@@ -33,7 +33,7 @@ class Variant(NamedTuple):
 class Cause(Generic[Facts]):
     """One thing that slows training down, fills the memory, or stops training. Its name is that of its file."""
 
-    find: Callable[[Facts], Iterable[Finding]]  # its findings, with why and advice; none if it does not apply
+    find: Callable[[Facts], Iterable[Finding]]  # its findings, without its name; none if it does not apply
     says: str = ""  # text of a cause with a single variant, as in Variant
     change: str = ""  # change of a cause with a single variant, as in Variant
     rows: Sequence[Variant] = ()  # its variants, if it has several

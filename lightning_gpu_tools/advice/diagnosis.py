@@ -122,13 +122,16 @@ def diagnose(
 
 def early_warnings(run: RunMeasurements) -> list[Finding]:
     """Return what will fill memory, or holds it without need, before it is full."""
-    early = (cause.find_early for cause in MEMORY_CAUSES.values() if cause.find_early is not None)
-    return [finding for find in early for finding in find(run)]
+    findings = []
+    for name, cause in MEMORY_CAUSES.items():
+        if cause.find_early is not None:
+            findings += [replace(finding, cause=name) for finding in cause.find_early(run)]
+    return findings
 
 
 def explain_stall(facts: StallFacts) -> Finding:
     """Return why training makes no progress: the first cause that applies."""
-    return next(finding for cause in STALL_CAUSES.values() for finding in cause.find(facts))
+    return next(replace(found, cause=name) for name, cause in STALL_CAUSES.items() for found in cause.find(facts))
 
 
 # The findings, and the verdict on them
@@ -147,7 +150,8 @@ def _find(
         findings = cause.find(run)
         if searched is not None and cause.find_searched is not None:
             findings = cause.find_searched(run, searched)
-        for finding in findings:
+        for found in findings:
+            finding = replace(found, cause=name)
             if not cause.why_not(run, finding):
                 silencing.add(name)
             for earlier in reported:
@@ -206,8 +210,10 @@ def _judge(
         )
         rest = max(0.0, (idle_in_step_share(run) or 0.0) - explained)
         if not found or rest >= _MIN_UNNAMED_IDLE:
-            explain = next(cause.explain_rest for cause in TIME_CAUSES.values() if cause.explain_rest is not None)
-            found = [*found, explain(run, rest if found else 1.0 - percent / 100)]
+            unnamed = rest if found else 1.0 - percent / 100
+            for name, cause in TIME_CAUSES.items():
+                if cause.explain_rest is not None:
+                    found = [*found, replace(cause.explain_rest(run, unnamed), cause=name)]
         # A model that is too small for a GPU has one cause.
         found = sorted(found, key=_by_gain)[:1] if is_tiny(run) else [*found, *remarks]
     else:
@@ -301,9 +307,9 @@ def _idle_percent(run: RunMeasurements) -> Mapping[str, float]:
 def _explain_error(run: RunMeasurements, oom: OutOfMemory) -> tuple[list[Finding], str]:
     """Return the causes of an error, the first one first, and the reason for the verdict."""
     findings: list[Finding] = []
-    for cause in MEMORY_CAUSES.values():
+    for name, cause in MEMORY_CAUSES.items():
         if (cause.is_on_host or oom.source != "host") and not (cause.is_last_resort and findings):
-            findings += cause.find((run, oom))
+            findings += [replace(finding, cause=name) for finding in cause.find((run, oom))]
     reading = oom.reading
     evidence: Evidence = {
         "phase": oom.phase,

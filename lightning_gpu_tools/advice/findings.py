@@ -146,16 +146,13 @@ def known(evidence: Mapping[str, float | str | None]) -> dict[str, float | str]:
     return {name: value for name, value in evidence.items() if value is not None}
 
 
-def new_finding(
-    cause: str, why: str, advice: Sequence[str], evidence: Mapping[str, float | str | None] = {}
-) -> Finding:
+def new_finding(why: str, advice: Sequence[str], evidence: Mapping[str, float | str | None] = {}) -> Finding:
     """Return a finding that costs no time by itself. ``advice`` has sentences; empty ones are left out."""
-    return Finding(cause=cause, why=why, advice=" ".join(filter(None, advice)), evidence=known(evidence))
+    return Finding(cause="", why=why, advice=" ".join(filter(None, advice)), evidence=known(evidence))
 
 
 def lost_time(
     run: RunMeasurements,
-    cause: str,
     share: float,
     *,
     begins: str,
@@ -189,7 +186,7 @@ def lost_time(
     # If the GPU's times contradict the driver's utilization, the share may be too large by the difference.
     surely = (share if lower is None else lower) - idle_residual(run)
     return Finding(
-        cause=cause,
+        cause="",
         share=share,
         ceiling=bound,
         ceiling_lower=min(bound, ceiling(surely)),

@@ -44,11 +44,10 @@ def phases_of(run: RunMeasurements, group: str) -> Iterator[HostPhase]:
 def lost_in(
     run: RunMeasurements, part: HostPhase, *, begins: str, advice: str, evidence: Mapping[str, float | str | None] = {}
 ) -> Finding:
-    """Return a finding on a phase that occurs now and then. The cause has the name of its group."""
+    """Return a finding on a phase that occurs now and then."""
     group, _, name = part.phase.partition("/")
     return lost_time(
         run,
-        group,
         part.share,
         begins=begins,
         advice=advice,

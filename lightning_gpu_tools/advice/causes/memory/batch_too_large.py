@@ -80,7 +80,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
         if fits is None:
             why_unknown = "No step was recorded in which the batch determined the memory."
     yield new_finding(
-        "batch_too_large",
         why,
         [
             _smaller_batch(run, oom, size, fits, is_bound=by_record is None),

@@ -23,13 +23,11 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
         return
     change = "Remove torch.enable_grad() from" if run.has_trainer else "Put torch.no_grad() around"
     advice = f"{change} validation, or detach what it keeps (metric.detach()) and move outputs to the CPU."
-    found = list(
-        kept_in_validation("evaluation_graph", oom, "with its graph: gradients are enabled in validation.", advice)
-    )
+    found = list(kept_in_validation(oom, "with its graph: gradients are enabled in validation.", advice))
     taken = taken_bytes(oom) or 0
     if not found and not run.has_trainer and in_validation(oom) and taken >= MIN_SHARE * (room_bytes(oom) or 0):
         why = f"Validation takes more than {format_bytes(taken)}, with its graph: gradients are enabled in it."
-        found = [new_finding("evaluation_graph", f"{why}{left(oom.lines)}", [advice], {"grown_bytes": taken})]
+        found = [new_finding(f"{why}{left(oom.lines)}", [advice], {"grown_bytes": taken})]
     yield from found
 
 

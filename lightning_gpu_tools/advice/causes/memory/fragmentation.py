@@ -35,7 +35,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     if unused < oom.requested_bytes:
         together = f" In one piece, it would be enough, together with the {format_bytes(left)} that are free."
     yield new_finding(
-        "fragmentation",
         f"torch holds {format_bytes(unused)} of unused memory, in pieces below {format_bytes(oom.requested_bytes)}."
         f"{together}",
         [_advice(oom, left)],

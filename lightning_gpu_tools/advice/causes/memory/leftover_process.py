@@ -22,7 +22,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
         return
     pids = " ".join(str(process.pid) for process in orphans)
     yield new_finding(
-        "leftover_process",
         f"On this GPU, {named(orphans)}: left over by a program that has ended.",
         [f"If it is not needed, end it: kill {pids}."],
         {"pids": pids, "leftover_bytes": sum(process.memory_used_bytes or 0 for process in orphans)},

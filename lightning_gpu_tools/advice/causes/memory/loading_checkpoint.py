@@ -24,7 +24,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     held = f"{format_bytes(allocated)} were in tensors{more}" if allocated else "the model already was"
     load = "plugins=[PortableCheckpointIO()]" if run.has_trainer else "load_weights(model, path)"
     yield new_finding(
-        "loading_checkpoint",
         f"The checkpoint was loaded onto the GPU, where {held}.",
         [f"Load it into host memory: torch.load(path, map_location='cpu', mmap=True), or {load}.", more_room(oom)],
     )

@@ -65,11 +65,10 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
             grown = _growing(of_host[0], (), run)
             evidence = {**grown.evidence, "phase": oom.phase}
             advice = [grown.advice, fewer_workers(run)]
-            yield new_finding("memory_growth", why_host_is_full(run, oom), advice, evidence)
+            yield new_finding(why_host_is_full(run, oom), advice, evidence)
         return
     if not oom.grad_enabled:
         yield from kept_in_validation(
-            "memory_growth",
             oom,
             "because something keeps its outputs.",
             "Reduce outputs to numbers in each validation batch, or move kept tensors to the CPU (.cpu()).",
@@ -78,7 +77,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     if growth is not None:
         per_step, since, total = growth
         yield new_finding(
-            "memory_growth",
             f"Memory kept from step to step has grown by {format_bytes(per_step)} per step since step {since:.0f}, "
             f"{format_bytes(total)} in total.{left(oom.lines)}",
             [_KEPT["gpu"]],
@@ -94,13 +92,12 @@ def find_early(run: RunMeasurements) -> Iterator[Finding]:
         yield _growing(growth, kept_lines, run)
 
 
-def kept_in_validation(cause: str, oom: OutOfMemory, reason: str, advice: str) -> Iterator[Finding]:
+def kept_in_validation(oom: OutOfMemory, reason: str, advice: str) -> Iterator[Finding]:
     """Yield a finding that each validation batch keeps memory, if the error occurred there and memory grew."""
     grown = _growth(oom.validation_begins, oom) if in_validation(oom) else None
     if grown is not None:
         per_batch, _, total = grown
         yield new_finding(
-            cause,
             f"Each validation batch keeps {format_bytes(per_batch)} on the GPU, {format_bytes(total)} so far, {reason}"
             f"{left(oom.lines)}",
             [advice],
@@ -165,7 +162,7 @@ def _growing(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine], run: RunMea
         )
         advice = _KEPT_BY_DATASET.format(name) + _IN_EACH_WORKER * (grown.worker is not None)
         evidence |= {"attribute": name, "attribute_bytes": grown.now_bytes, "attribute_entries": grown.entries}
-    return new_finding("memory_growth", why, [why, advice], evidence)
+    return new_finding(why, [why, advice], evidence)
 
 
 CAUSE = Cause(

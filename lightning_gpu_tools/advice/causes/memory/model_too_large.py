@@ -49,7 +49,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     }
     known = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     yield new_finding(
-        "model_too_large",
         f"The model takes {format_bytes(fixed)} before any batch, and torch can use {format_bytes(room)}: "
         f"{known or 'its parts are unknown'}.",
         [

@@ -43,7 +43,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     smaller = "with 8-bit states, or without momentum," if fits_in_8_bits else "without momentum"
     fused = f"Set {names}(..., fused=True): its step needs up to {format_bytes(model.parameters_bytes)} less."
     yield new_finding(
-        "optimizer_too_large",
         f"Forward and backward fit; {first} did not.{states}",
         [
             fused if names and left > 0 else "",

@@ -41,7 +41,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
         hidden = f"{format_bytes(unlisted)} belong to processes that are not visible from here"
         who.append(f"{hidden} (in another container, or another user's)")
     yield new_finding(
-        "other_processes",
         f"Other processes hold {format_bytes(others_bytes(oom))} of this GPU: {', '.join(who)}.",
         [f"This job needs {needed(oom)}.", another_gpu(oom) or wait, f"{pick}(min_free='{needed(oom)}') claims it."],
         {"pids": " ".join(str(process.pid) for process in oom.others) or None, "unlisted_bytes": unlisted or None},

@@ -40,7 +40,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
         if taken is not None and taken >= max(usual_bytes, least):
             place = place_of(oom)[:1].upper() + place_of(oom)[1:]
             yield new_finding(
-                "spike",
                 f"{place} takes more than {format_bytes(taken)}, in addition to the memory at the start of a step.",
                 [
                     f"Do it in parts, or on the CPU{', and under torch.no_grad()' if oom.grad_enabled else ''}.",
@@ -56,7 +55,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     if times >= _MIN_TIMES:
         shape = " x ".join(map(str, oom.batch_shape))
         yield new_finding(
-            "spike",
             f"This batch has {times:.3g} times as many elements as usual ({shape}; median {oom.usual_items:,.0f}).",
             [
                 "Limit the elements per batch: truncate long samples, or group samples of similar length.",
@@ -67,7 +65,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
         )
     elif usual_bytes and taken is not None and taken >= max(_MIN_TIMES * usual_bytes, least):
         yield new_finding(
-            "spike",
             f"Step {oom.step} takes more than {format_bytes(taken)}, {taken / usual_bytes:.3g} times as much as "
             f"earlier steps (at most {format_bytes(usual_bytes)}), with a batch of the same size.",
             [

@@ -71,7 +71,6 @@ def _finding(those: Sequence[HeldContext], *, who: str = "", own: str = "local_r
     what = format_bytes(size) if size else "CUDA contexts" if many else "a CUDA context"
     whose, frees = "their" if many else "its", f"That frees {format_bytes(size)} on GPU {gpu}." if size else ""
     return new_finding(
-        "stray_contexts",
         f"{who} hold{'s' * (not many)} {what} on GPU {gpu}, which is not {whose} GPU.",
         [
             f"Call torch.cuda.set_device({own}) before anything else uses CUDA. Avoid 'cuda:0' and torch.load without "

@@ -30,7 +30,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     run, oom = facts
     if oom.source == "host":
         yield new_finding(
-            "unexplained",
             why_host_is_full(run, oom),
             ["Find the processes that hold it with smem, or with top sorted by memory.", fewer_workers(run)],
             {
@@ -50,7 +49,7 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
         why = f"What filled the memory is unknown. It was full in {place_of(oom)}."
     if lines := holding(oom.lines):
         why += f" Most of the recorded memory was allocated at {lines}."
-    yield new_finding("unexplained", why, [_RECORD, more_room(oom)])
+    yield new_finding(why, [_RECORD, more_room(oom)])
 
 
 CAUSE = Cause(

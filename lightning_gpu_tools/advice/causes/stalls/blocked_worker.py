@@ -23,14 +23,12 @@ def find(facts: StallFacts) -> Iterator[Finding]:
     for dead, worker in enumerate(workers):
         if worker.has_ended:
             yield new_finding(
-                "blocked_worker",
                 f"Worker {dead} (PID {worker.pid}) of {len(workers)} has exited, and training waits for its batch.",
                 ["Check its last output on the terminal. `dmesg` shows whether the kernel killed it."],
             )
     worker = workers[number]
     if len(workers) > 1 and all(is_idle(process) and process.waits_for == "lock" for process in workers):
         yield new_finding(
-            "blocked_worker",
             f"All {len(workers)} workers wait for a lock{in_function(worker.stack)}. "
             "A process that was forked while a thread held a lock waits for it forever.",
             [
@@ -39,7 +37,6 @@ def find(facts: StallFacts) -> Iterator[Finding]:
             ],
         )
     yield new_finding(
-        "blocked_worker",
         f"Worker {number} (PID {worker.pid}) of {len(workers)} {activity_phrase(worker)}. "
         "It has to deliver the next batch.",
         [

@@ -17,7 +17,6 @@ from lightning_gpu_tools.training.stall_facts import StallFacts
 
 def find(facts: StallFacts) -> Iterator[Finding]:
     yield new_finding(
-        "code",
         f"The training process {activity_phrase(facts.process)}.",
         ["Check that code: often it calls a network or another process without a timeout."],
     )

@@ -18,7 +18,6 @@ from lightning_gpu_tools.training.stall_facts import StallFacts
 def find(facts: StallFacts) -> Iterator[Finding]:
     if base_phase(facts.phase) in (DATA_LOADING, EPOCH_START):
         yield new_finding(
-            "dataset",
             f"The training process itself loads data, and {activity_phrase(facts.process)}.",
             ["Check __getitem__ of the dataset, and the sample that it loads."],
         )

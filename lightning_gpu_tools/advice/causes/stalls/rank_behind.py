@@ -35,7 +35,7 @@ def find(facts: StallFacts) -> Iterator[Finding]:
     rank = (gone + behind)[0]
     where = f"All ranks wait for rank {rank.rank}, at step {rank.step}, {phase_phrase(rank.phase)}."
     why, next_step = _left(rank, facts.ranks) if gone else (f"{where} {rank.why}", rank.next_step)
-    yield new_finding("rank_behind", why if call is None else f"{why} {call}", [next_step], {"rank": rank.rank})
+    yield new_finding(why if call is None else f"{why} {call}", [next_step], {"rank": rank.rank})
 
 
 def _left(rank: RankFacts, ranks: Sequence[RankFacts]) -> tuple[str, str]:

@@ -21,7 +21,6 @@ def find(facts: StallFacts) -> Iterator[Finding]:
     if process.waits_for == "storage":
         name = f"Worker {facts.awaited_worker} (PID {process.pid})" if facts.workers else "The training process"
         yield new_finding(
-            "storage",
             f"{name} {activity_phrase(process)}.",
             [
                 "Check the mount with `ls`, `df` and `dmesg`.",

@@ -18,7 +18,6 @@ _MIN_PERCENT = 20.0  # our default, of ten seconds in which every task waited fo
 def find(facts: StallFacts) -> Iterator[Finding]:
     if facts.memory_stall_percent >= _MIN_PERCENT:
         yield new_finding(
-            "swap",
             "The machine swaps: in the last ten seconds, every task waited for memory "
             f"{facts.memory_stall_percent:.0f}% of the time.",
             [

@@ -67,7 +67,6 @@ def _sending(run: RunMeasurements, wait_s: float) -> Finding:
 def _waiting(run: RunMeasurements, wait_s: float, advice: str) -> Finding:
     return lost_time(
         run,
-        "communication",
         min(wait_s / run.step_s, 1.0),
         begins="Waiting for other ranks takes",
         advice=advice,

@@ -46,7 +46,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     per_step_s = share * run.step_s
     yield lost_time(
         run,
-        "cpu_contention",
         share,
         begins="Waiting for a CPU core takes",
         advice=advice,

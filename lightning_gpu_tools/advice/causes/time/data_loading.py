@@ -108,7 +108,6 @@ def find(run: RunMeasurements, searched: LoaderResult | None = None) -> Iterator
     }
     found = lost_time(
         run,
-        DATA_LOADING,
         share,
         begins="Waiting for data takes",
         advice=_of_another_loader(run),

@@ -37,7 +37,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     )
     yield lost_time(
         run,
-        "device_sync",
         idle.syncs,
         begins=f"Waiting for GPU results inside the {run.activity} step takes",
         advice=advice,

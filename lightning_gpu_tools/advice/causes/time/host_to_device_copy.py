@@ -32,7 +32,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     copy_s = share * run.step_s
     yield lost_time(
         run,
-        COPY,
         share,
         begins=_BEGINS,
         advice=_advice(run),

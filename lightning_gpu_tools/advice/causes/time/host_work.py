@@ -26,7 +26,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         return
     yield lost_time(
         run,
-        "host_work",
         idle.host_work,
         begins=f"Host work inside the {run.activity} step takes",
         advice="Move this work to the dataset, where workers do it in advance, or to the GPU.",

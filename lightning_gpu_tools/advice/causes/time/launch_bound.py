@@ -51,7 +51,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         advice = f"The host launches kernels more slowly than the GPU runs them. Use {fewer}{fused}{or_larger}"
     yield lost_time(
         run,
-        "launch_bound",
         share,
         begins="Launching many small kernels takes",
         advice=advice,

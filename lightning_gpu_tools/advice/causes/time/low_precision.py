@@ -42,7 +42,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         )
     yield lost_time(
         run,
-        "low_precision",
         (run.utilization_percent or 0.0) / 100 * (1 - 1 / _SPEEDUP),
         begins="Computing in 32-bit leaves the tensor cores idle and costs",
         advice=f"The tensor cores are idle at precision {precision!r}. {advice}",

@@ -42,9 +42,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "power_limit_watts_max": max_watts,
     }
     share = capped_percent / 100 * busy_percent / 100 * (1 - clock_percent / 100)
-    yield lost_time(
-        run, "power_cap", share, begins="Throttling at the power limit costs", advice=advice, evidence=evidence
-    )
+    yield lost_time(run, share, begins="Throttling at the power limit costs", advice=advice, evidence=evidence)
 
 
 CAUSE = Cause(

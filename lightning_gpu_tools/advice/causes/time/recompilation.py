@@ -45,7 +45,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     }
     yield lost_time(
         run,
-        "recompilation",
         share,
         begins="Compiling the same code again takes",
         advice=_advice(again[0], reason),

@@ -36,7 +36,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     pick = "FreeMemoryCUDAAccelerator(exclusive=True)" if run.has_trainer else "select_gpus(exclusive=True)"
     share = min((percent or 0.0) / 100, 1.0)
     yield Finding(
-        cause="shared_gpu",
+        cause="",
         share=share,
         ceiling=ceiling(share),
         evidence=known({"others_utilization_percent": percent, "others_memory_bytes": size}),

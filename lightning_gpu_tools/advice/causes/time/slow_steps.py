@@ -81,7 +81,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     regularly = "" if every is None else f", every {every} steps"
     yield lost_time(
         run,
-        "slow_steps",
         share,
         begins=f"{slow.count:,} of {times.count:,} steps took {times_median:.1f} times the median"
         f'{regularly}, in "{label}". The extra time is',

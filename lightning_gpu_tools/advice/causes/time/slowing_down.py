@@ -80,7 +80,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     where = f'{percent:.0f}% of it in "{label_of(phase, run.activity)}"{what and f", {what}"}'
     yield lost_time(
         run,
-        "slowing_down",
         share,
         begins=f"Steps in the last third took {times:.1f} times as long as in the first (95% interval {lower:.1f} to "
         f"{upper:.1f}), {where}. The added time is",

@@ -29,7 +29,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     in_training = 1 - run.phase_s.get(VALIDATION, 0.0) / run.wall_s
     yield lost_time(
         run,
-        "small_batch",
         idle * in_training,
         begins="A batch too small to fill the GPU costs",
         advice=advice,

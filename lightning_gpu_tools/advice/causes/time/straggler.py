@@ -104,7 +104,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     own, usual = (format_duration(one_s) for one_s in (slow.own_step_s, slow.own_step_s - excess_s))
     yield lost_time(
         run,
-        "straggler",
         share,
         begins=f"Waiting for {who} takes",
         advice=" ".join(filter(None, sentences)),

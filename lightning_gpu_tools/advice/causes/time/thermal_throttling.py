@@ -32,7 +32,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     basis: Basis = "heuristic" if clock_percent is None else "measured"
     yield lost_time(
         run,
-        "thermal_throttling",
         hot_percent / 100 * slowed,
         begins="Thermal throttling costs",
         advice=advice,

@@ -45,7 +45,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         seconds, share = run.phase_s[phase], min(lost_share(run, phase), idle_share(run))
         yield lost_time(
             run,
-            "unexplained",
             share,
             begins=_LINES[phase].format(activity=run.activity),
             advice=_NAME_IT if phase == OUTSIDE_LOOP else "",
@@ -81,7 +80,6 @@ def explain_rest(run: RunMeasurements, idle: float) -> Finding:
         advice = "Profile some steps with torch.profiler."
     return lost_time(
         run,
-        "unexplained",
         idle,
         begins=f"Unexplained idle time inside the {run.activity} step takes",
         advice=advice,

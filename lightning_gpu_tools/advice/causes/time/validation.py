@@ -59,7 +59,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     advice = " ".join(filter(None, changes))
     yield lost_time(
         run,
-        "validation",
         taken * (1 - (busy or 0.0) / 100),
         begins="Validation takes",
         advice=advice,
