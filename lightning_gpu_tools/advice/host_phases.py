@@ -25,11 +25,7 @@ class HostPhase(NamedTuple):
     method: str  # "optimizer_step" of "LitModel.optimizer_step"; empty if it is not a method
     share: float  # of the wall time; on a GPU, while it was idle
     seconds: float
-
-    @property
-    def times(self) -> int:
-        """How many times less often it must run for its cost to be negligible."""
-        return times_less(self.share)
+    times: int  # how many times less often it must run for its cost to be negligible
 
 
 def phases_of(run: RunMeasurements, group: str) -> Iterator[HostPhase]:
@@ -38,14 +34,24 @@ def phases_of(run: RunMeasurements, group: str) -> Iterator[HostPhase]:
         base, _, name = phase.partition("/")
         if base == group:
             share = min(lost_share(run, phase), idle_share(run))
-            yield HostPhase(phase, printable(name or group), name.partition(".")[2], share, seconds)
+            method = name.partition(".")[2]
+            yield HostPhase(phase, printable(name or group), method, share, seconds, times_less(share))
 
 
 def lost_in(
     run: RunMeasurements, part: HostPhase, *, begins: str, advice: str, evidence: Mapping[str, float | str | None] = {}
 ) -> Finding:
-    """Return a finding on a phase that occurs now and then."""
+    """Return a finding on a phase that occurs now and then.
+
+    Up to three events may be chance: one in twenty runs would have none of them. So the part of the share that is not
+    due to chance comes from how it is spread over the run.
+    """
     group, _, name = part.phase.partition("/")
+    seconds, repeated = [span.phase_s.get(group, 0.0) for span in run.spans], 1.0
+    # An interval takes milliseconds of the training thread, and a smaller finding is left out in any case.
+    if ceiling(part.share) >= MIN_CEILING and any(seconds):
+        lower, _ = mean_interval(seconds) or (fmean(seconds), 0.0)
+        repeated = min(1.0, lower / fmean(seconds))
     return lost_time(
         run,
         part.share,
@@ -55,21 +61,8 @@ def lost_in(
         per_step_s=part.seconds / run.steps,
         evidence={"seconds": part.seconds, "name": name or None, **evidence},
         lines=[part.phase],
-        lower=part.share * _repeated(run, group, part.share),
+        lower=part.share * repeated,
     )
-
-
-def _repeated(run: RunMeasurements, group: str, share: float) -> float:
-    """Return the part of a share that is not due to chance, from how it is spread over the run.
-
-    Up to three events may be chance: one in twenty runs would have none of them.
-    """
-    seconds = [span.phase_s.get(group, 0.0) for span in run.spans]
-    # An interval takes milliseconds of the training thread, and a smaller finding is left out in any case.
-    if ceiling(share) < MIN_CEILING or not any(seconds):
-        return 1.0
-    interval = mean_interval(seconds)
-    return 1.0 if interval is None else min(1.0, interval[0] / fmean(seconds))
 
 
 def longest_group(run: RunMeasurements, without: Sequence[str]) -> tuple[str, float]:

@@ -55,7 +55,7 @@ class Ending:
         self._recorder = MemoryRecorder()
         self._validations = 0
         self._begun_validation = (-1, -1)  # step of the last validation batch, and its number
-        self._oom_kills_before = oom_kills()
+        self.oom_kills_before = oom_kills()
         self.listen()
 
     def listen(self) -> None:
@@ -139,16 +139,6 @@ class Ending:
             usual = self.usual()
             blocks = (one for one in live_blocks(self._gpu) if one.stack and one.address not in usual)
             self.last = replace(self.last, lines=by_line(blocks))
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether an error has ended the run."""
-        return self.outcome != COMPLETED
-
-    @property
-    def kills(self) -> int:
-        """The number of processes that the kernel's OOM killer has killed here since the start."""
-        return oom_kills() - self._oom_kills_before
 
     def note_error(
         self, error: BaseException, step: int, failure: Failure | None, out_of_memory: OutOfMemory | None

@@ -16,6 +16,8 @@ from lightning_gpu_tools.advice.diagnosis import early_warnings
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
+from lightning_gpu_tools.host import oom_kills
+from lightning_gpu_tools.reports.report import COMPLETED
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.errors import failure_of, message_of, with_facts, worker_exits
 from lightning_gpu_tools.runs.run import Run, Timer
@@ -272,10 +274,10 @@ class Session:
     def note_error(self, error: BaseException, step: int) -> str:
         """Return the outcome of a run that ended with an error; the first call records the explanation."""
         ending = self.ending
-        if not ending.has_failed:
+        if ending.outcome == COMPLETED:
             is_intended = not isinstance(error, Exception)  # Ctrl-C, sys.exit
             exits = [] if is_intended else worker_exits(self.run, error)
-            kills, message = ending.kills, message_of(error, exits)
+            kills, message = oom_kills() - ending.oom_kills_before, message_of(error, exits)
             failure = None if is_intended else failure_of(error, exits, kills)
             if failure is not None or (message is not None and message.is_certain):
                 self.begin()  # the error may have been raised before training began
