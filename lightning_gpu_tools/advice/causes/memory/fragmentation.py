@@ -11,7 +11,6 @@ from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause
 from lightning_gpu_tools.advice.examples import FLAT, GIB, MIB, failed
 from lightning_gpu_tools.advice.findings import Finding, new_finding
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, is_pool_of_driver, room_bytes
-from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
 from lightning_gpu_tools.units import format_bytes, printable
 
 _EXPANDABLE = "expandable_segments:True"
@@ -34,27 +33,24 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     together = ""
     if unused < oom.requested_bytes:
         together = f" In one piece, it would be enough, together with the {format_bytes(left)} that are free."
+    settings = oom.allocator or "PYTORCH_CUDA_ALLOC_CONF="
+    fewer = "Allocate long-lived tensors before training, or as one tensor, and use only a few batch shapes."
+    in_pages = oom.reading.inactive_split_bytes - oom.reading.inactive_splits * _PAGE_BYTES
+    if _EXPANDABLE in settings.replace(" ", ""):
+        advice = f"{_EXPANDABLE} is set, so only gaps within pages of 20 MiB are lost. {fewer}"
+    elif oom.reading.inactive_splits and in_pages + left < oom.requested_bytes:
+        advice = f"{fewer} The gaps are too small for {_EXPANDABLE}, which needs whole pages of 20 MiB."
+    else:
+        others = "" if settings.endswith("=") else ","
+        advice = (
+            f"Set {printable(settings)}{others}{_EXPANDABLE} in the environment before training. Using only a few "
+            "batch shapes also helps."
+        )
     yield new_finding(
         f"torch holds {format_bytes(unused)} of unused memory, in pieces below {format_bytes(oom.requested_bytes)}."
         f"{together}",
-        [_advice(oom, left)],
+        [advice],
         {"fragmented_bytes": unused},
-    )
-
-
-def _advice(oom: OutOfMemory, left: int) -> str:
-    settings, reading = oom.allocator or "PYTORCH_CUDA_ALLOC_CONF=", oom.reading
-    fewer = "Allocate long-lived tensors before training, or as one tensor, and use only a few batch shapes."
-    if _EXPANDABLE in settings.replace(" ", ""):
-        return f"{_EXPANDABLE} is set, so only gaps within pages of 20 MiB are lost. {fewer}"
-    if reading is not None and reading.inactive_splits:
-        in_pages = reading.inactive_split_bytes - reading.inactive_splits * _PAGE_BYTES
-        if in_pages + left < oom.requested_bytes:
-            return f"{fewer} The gaps are too small for {_EXPANDABLE}, which needs whole pages of 20 MiB."
-    others = "" if settings.endswith("=") else ","
-    return (
-        f"Set {printable(settings)}{others}{_EXPANDABLE} in the environment before training. Using only a few batch "
-        "shapes also helps."
     )
 
 

@@ -6,7 +6,7 @@ and once it has stalled, the collective in which it waits for other ranks, if an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.collectives import SAME_BATCHES, hanging_call, name_ranks
@@ -14,7 +14,7 @@ from lightning_gpu_tools.advice.examples import a_rank, a_stall
 from lightning_gpu_tools.advice.findings import Finding, new_finding
 from lightning_gpu_tools.advice.stalls import phase_phrase
 from lightning_gpu_tools.training.phases import DATA_LOADING, FORWARD
-from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
+from lightning_gpu_tools.training.stall_facts import StallFacts
 from lightning_gpu_tools.units import format_duration, plural, printable
 
 _ERRORS = "Let the error end the process: do not catch it, or call sys.exit(), on one rank only."
@@ -33,21 +33,21 @@ def find(facts: StallFacts) -> Iterator[Finding]:
     if not gone + behind:
         return
     rank = (gone + behind)[0]
-    where = f"All ranks wait for rank {rank.rank}, at step {rank.step}, {phase_phrase(rank.phase)}."
-    why, next_step = _left(rank, facts.ranks) if gone else (f"{where} {rank.why}", rank.next_step)
-    yield new_finding(why if call is None else f"{why} {call}", [next_step], {"rank": rank.rank})
-
-
-def _left(rank: RankFacts, ranks: Sequence[RankFacts]) -> tuple[str, str]:
-    others = [other.rank for other in ranks if other.ended is None and not other.silent_s]
+    others = [other.rank for other in facts.ranks if other.ended is None and not other.silent_s]
     wait = f"{name_ranks(others)} wait{'s' * (len(others) == 1)} for it."
     if rank.ended == "completed":
-        return f"Rank {rank.rank} finished training after {plural(rank.step, 'step')}; {wait}", SAME_BATCHES
-    if rank.ended is not None:
-        return f"Rank {rank.rank} stopped training at step {rank.step} ({printable(rank.ended)}); {wait}", _ERRORS
-    silent = f"Rank {rank.rank} (PID {rank.pid} on node {rank.node}) has been silent for"
-    since = f"{format_duration(rank.silent_s)}, since step {rank.step}, {phase_phrase(rank.phase)}"
-    return f"{silent} {since}; {wait}", _SILENCE
+        why, next_step = f"Rank {rank.rank} finished training after {plural(rank.step, 'step')}; {wait}", SAME_BATCHES
+    elif rank.ended is not None:
+        why = f"Rank {rank.rank} stopped training at step {rank.step} ({printable(rank.ended)}); {wait}"
+        next_step = _ERRORS
+    elif rank.silent_s:
+        silent = f"Rank {rank.rank} (PID {rank.pid} on node {rank.node}) has been silent for"
+        since = f"{format_duration(rank.silent_s)}, since step {rank.step}, {phase_phrase(rank.phase)}"
+        why, next_step = f"{silent} {since}; {wait}", _SILENCE
+    else:
+        why = f"All ranks wait for rank {rank.rank}, at step {rank.step}, {phase_phrase(rank.phase)}. {rank.why}"
+        next_step = rank.next_step
+    yield new_finding(why if call is None else f"{why} {call}", [next_step], {"rank": rank.rank})
 
 
 CAUSE = Cause(

@@ -43,19 +43,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "reason": reason or None,
         "source_lines": ", ".join(lines) or None,
     }
-    yield lost_time(
-        run,
-        share,
-        begins="Compiling the same code again takes",
-        advice=_advice(again[0], reason),
-        phase=TRAINING_STEP,
-        per_step_s=share * run.step_s,
-        evidence=evidence,
-    )
-
-
-def _advice(worst: Recompiled, reason: str) -> str:
-    name = printable(worst.function)
+    worst, name = again[0], printable(again[0].function)
     where = f"{name} ({printable(worst.file)}:{worst.line})" if is_of_program(worst.file) else name
     advice = f"torch recompiled {where} {plural(worst.count, 'time')}"
     advice += f"; the last reason was: {reason}." if reason else "."
@@ -67,7 +55,15 @@ def _advice(worst: Recompiled, reason: str) -> str:
         )
     else:
         advice += " Keep the value it depends on constant, or pass it as a tensor."
-    return advice
+    yield lost_time(
+        run,
+        share,
+        begins="Compiling the same code again takes",
+        advice=advice,
+        phase=TRAINING_STEP,
+        per_step_s=share * run.step_s,
+        evidence=evidence,
+    )
 
 
 def _compiled_again(count: int, seconds: float) -> RunMeasurements:
