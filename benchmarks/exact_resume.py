@@ -128,7 +128,7 @@ def added_us(workers: int) -> float:
     added = []
     for _ in range(TIMED_RUNS):
         make = partial(DataLoader, Photos(TIMED_BATCHES, augments=False), batch_size=1, num_workers=workers)
-        positions = Positions(0, lambda: None, lambda: 0)
+        positions = Positions(0, lambda: 0)
         added.append(-batch_us(make()) + batch_us(positions.keep(make(), is_training=True)))
     return median(added)
 

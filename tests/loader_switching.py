@@ -180,8 +180,7 @@ class SwitchAt(Callback):
                 if loader in (known, made):
                     return made
             made = continued(loader)  # type: ignore[arg-type]
-            made.loading.is_watched = True
-            if self.made and self.made[0][1].loading.has_changed:
+            if self.made:
                 made.loading.use(self.made[0][1].loading.in_use)
             self.made.append((loader, made))
             return made
@@ -191,7 +190,6 @@ class SwitchAt(Callback):
     def _at(self, trainer: Trainer, done: int) -> None:
         if (trainer.current_epoch, done) == (self.epoch, self.done) and self.after is not None:
             for _, made in self.made:
-                made.loading.obstacle()  # which ends the watch
                 made.loading.use(self.after)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -117,7 +116,6 @@ def _settings() -> Iterator[tuple[str, Any]]:
     yield "multiprocessing.get_start_method()", str(multiprocessing.get_start_method(allow_none=True))
     yield "torch.get_num_threads()", str(torch.get_num_threads())
     yield "torch.cuda.get_sync_debug_mode()", str(torch.cuda.is_initialized() and torch.cuda.get_sync_debug_mode())
-    yield "numpy.random.get_bit_generator()", np.random.get_bit_generator()  # type: ignore[attr-defined]
     yield "threads", sorted(thread.name for thread in background_threads())
     yield from ((f"os.environ[{name!r}]", value) for name, value in os.environ.items())
     names = {one.value: one.name for one in signal.Signals}
@@ -149,7 +147,7 @@ def _of_objects(objects: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any
             queue += [(name, one) for one in followed]
             if value is None and callable(getattr(type(thing), key, None)):
                 yield f"hidden hooks of {path}", True
-            elif callable(value) and not followed:
+            elif callable(value) and not followed and not (path == "own callback" and key.startswith("_")):
                 yield name, value
         if path == "module":
             kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")

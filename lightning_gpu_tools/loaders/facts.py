@@ -34,7 +34,6 @@ from lightning_gpu_tools.loaders.held import (
     is_of_library,
     is_open,
     name_of,
-    pickles_itself,
 )
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR, forks_workers
 from lightning_gpu_tools.training.run_measurements import LoaderFacts
@@ -46,6 +45,7 @@ _OPENS_ANEW = {"getpid", "register_at_fork", "pread"}
 # Each worker draws other random numbers, so a stream of them need not be split.
 _DRAWS = {"rand", "randn", "randint", "random", "choice", "choices", "normal", "uniform", "standard_normal", "integers"}
 _SPLITTERS, _ENDLESS = {"split_by_worker", "ResampledShards"}, "ResampledShards"  # stages of webdataset
+_OWN_PICKLING = ("__getstate__", "__reduce__", "__reduce_ex__")
 _SHARDS = ("num_shards", "n_shards", "shards", "urls")
 _CONVERSIONS = ("as_tensor", "from_numpy", "tensor")  # of torch, that also take a whole batch
 # Our defaults.
@@ -63,6 +63,8 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
     held, batch_sampler = held_by(dataset), loader.batch_sampler
     of_collate = [] if loader.collate_fn is default_collate else held_by(loader.collate_fn)
     is_forked = forks_workers(loader)
+    pickled = [] if is_forked else [*held, *of_collate]
+    not_picklable = (item.shown.name for item in pickled if is_not_picklable(item.thing) and not _pickles_itself(item))
     facts = LoaderFacts(
         kind=shown,
         name=name,
@@ -72,7 +74,7 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
         is_daemonic=bool(multiprocessing.current_process().daemon),
         is_forked=is_forked,
         open_files=tuple(_open_files([*held, *of_collate], loader.worker_init_fn, is_forked=is_forked)),
-        not_picklable=None if is_forked else next(_not_picklable([*held, *of_collate]), None),
+        not_picklable=next(not_picklable, None),
         not_copyable=next((item.shown.name for item in held if is_not_copyable(item.thing)), None),
         keeps_position=hasattr(kind, "state_dict"),  # that of ExactResume is an attribute of the loader
         in_order=loader.in_order,
@@ -102,7 +104,8 @@ def _open_files(found: Sequence[Held], worker_init: Any, *, is_forked: bool) -> 
     for item in found:
         if is_open(item.thing):
             shown = item.shown
-            own = set() if shown.owner is None or is_of_library(shown.owner) else _names([shown.owner])
+            owner = None if shown.holder is None else type(shown.holder.thing)
+            own = set() if owner is None or is_of_library(owner) else _names([owner])
             is_opened_anew = shown.name.rpartition(".")[2] in anew or not _OPENS_ANEW.isdisjoint(own)
             is_left_out = not is_forked and _pickles_itself(item)
             if not (is_opened_anew or is_left_out or shown.name in known):
@@ -110,15 +113,12 @@ def _open_files(found: Sequence[Held], worker_init: Any, *, is_forked: bool) -> 
                 yield shown.name
 
 
-def _not_picklable(found: Sequence[Held]) -> Iterator[str]:
-    return (item.shown.name for item in found if is_not_picklable(item.thing) and not _pickles_itself(item))
-
-
 def _pickles_itself(held: Held) -> bool:
     """Return whether a class of the program says what is pickled of the objects around a thing."""
     holder = held.holder
     while holder is not None:
-        if pickles_itself(type(holder.thing)):
+        own = [vars(base) for base in type(holder.thing).__mro__ if not is_of_library(base)]
+        if any(name in names for names in own for name in _OWN_PICKLING):
             return True
         holder = holder.holder
     return False
@@ -132,7 +132,14 @@ def _splits(dataset: Any, things: Sequence[Any], worker_init: Any) -> bool | Non
     if type(dataset) is ChainDataset:
         each = [_splits(part, [held.thing for held in held_by(part)], worker_init) for part in dataset.datasets]
         return min(each, key=(False, None, True).index, default=None)
-    names = _names(filter(_shows_split, [getattr(worker_init, "func", worker_init), *things]))
+    # Of the code of a thing, that of the program and of library streams shows how a stream is split.
+    telling = []
+    for thing in [getattr(worker_init, "func", worker_init), *things]:
+        named = thing if isinstance(thing, types.FunctionType) else type(thing)
+        is_known = (named.__module__ or "").startswith(("torch.", "webdataset."))
+        if not is_known and (isinstance(thing, IterableDataset) or not is_of_library(named)):
+            telling.append(thing)
+    names = _names(telling)
     if any(name_of(thing) in _SPLITTERS for thing in things) or {_GET_WORKER, _COUNT_WORKERS} <= names:
         return True
     is_unknown_library = is_of_library(type(dataset)) and not any(map(_is_of_webdataset, things))
@@ -141,14 +148,6 @@ def _splits(dataset: Any, things: Sequence[Any], worker_init: Any) -> bool | Non
 
 def _is_of_webdataset(thing: object) -> bool:
     return type(thing).__module__.partition(".")[0] == "webdataset"
-
-
-def _shows_split(thing: Any) -> bool:
-    """Return whether the code of a thing shows how a stream is split: the program's, and that of library streams."""
-    named = thing if isinstance(thing, types.FunctionType) else type(thing)
-    if (named.__module__ or "").startswith(("torch.", "webdataset.")):  # their stages are known
-        return False
-    return not is_of_library(named) or isinstance(thing, IterableDataset)
 
 
 def _shards(things: Iterable[Any]) -> int | None:

@@ -33,7 +33,6 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 # Their parts are not searched. A logger is found by its name in every process.
 _CLOSED_PACKAGES = {"torch", "numpy", "pandas", "logging", "enum", "re"}
 _STANDARD_STREAMS = 2  # the highest descriptor of stdin, stdout and stderr
-_OWN_PICKLING = ("__getstate__", "__reduce__", "__reduce_ex__")
 _PACKAGES = ("site-packages", "dist-packages")
 
 
@@ -48,15 +47,11 @@ class Held(NamedTuple):
     def shown(self) -> Held:
         """The attribute of the program or of a dataset that holds it: the zip archive, not the file in the archive."""
         one = self
-        while (holder := one.holder) is not None and _is_part_of_library(holder.thing):
+        while (holder := one.holder) is not None and not isinstance(holder.thing, (Dataset, *_FUNCTIONS)):
+            if not is_of_library(type(holder.thing)):
+                break
             one = holder
         return one
-
-    @property
-    def owner(self) -> type | None:
-        """The class with that attribute."""
-        holder = self.shown.holder
-        return None if holder is None else type(holder.thing)
 
 
 def held_by(root: object) -> list[Held]:
@@ -68,7 +63,11 @@ def held_by(root: object) -> list[Held]:
                 return found
             if id(part) not in seen and not isinstance(part, _ATOMS):
                 seen.add(id(part))
-                found.append(Held(name_of(part) if _is_source(part) else item.name + label, part, item))
+                kind = type(part)
+                is_sequence = hasattr(kind, "__getitem__") or hasattr(kind, "__iter__")
+                # The attributes of a dataset of its own are named after it.
+                is_dataset = isinstance(part, Dataset) or (is_sequence and not is_of_library(kind))
+                found.append(Held(name_of(part) if is_dataset else item.name + label, part, item))
     return found
 
 
@@ -84,24 +83,6 @@ def is_of_library(named: Any) -> bool:
     package = module.partition(".")[0]
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     return package in sys.stdlib_module_names - {"__main__"} or any(part in file for part in _PACKAGES)
-
-
-def pickles_itself(kind: type) -> bool:
-    """Return whether a class of the program says what is pickled of its objects."""
-    own = [vars(base) for base in kind.__mro__ if not is_of_library(base)]
-    return any(name in names for names in own for name in _OWN_PICKLING)
-
-
-def _is_source(thing: object) -> bool:
-    """Return whether a thing is a dataset of its own, after which its attributes are named."""
-    kind = type(thing)
-    if isinstance(thing, Dataset):
-        return True
-    return not is_of_library(kind) and (hasattr(kind, "__getitem__") or hasattr(kind, "__iter__"))
-
-
-def _is_part_of_library(thing: object) -> bool:
-    return not isinstance(thing, (Dataset, *_FUNCTIONS)) and is_of_library(type(thing))
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
@@ -160,7 +141,11 @@ def is_open(thing: object) -> bool:
     kind = type(thing)
     try:
         if isinstance(thing, io.IOBase):
-            return not isinstance(thing, (io.BytesIO, io.StringIO)) and _is_read(thing)
+            if isinstance(thing, (io.BytesIO, io.StringIO)) or thing.closed or not thing.readable():
+                return False
+            with suppress(OSError):  # it has no descriptor: a connection, or a member of an archive
+                return thing.fileno() > _STANDARD_STREAMS
+            return True
         for name, is_open_now in _HANDLES.items():
             if (handle := _loaded(name)) is not None and isinstance(thing, handle):
                 return is_open_now(thing)
@@ -172,23 +157,15 @@ def is_open(thing: object) -> bool:
     return False
 
 
-def _is_read(file: io.IOBase) -> bool:
-    if file.closed or not file.readable():
-        return False
-    try:
-        return file.fileno() > _STANDARD_STREAMS
-    except OSError:  # it has no descriptor: a connection, or a member of an archive
-        return True
-
-
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.local, threading.Thread)
-_NOT_COPYABLE = (*_LOCKS, types.GeneratorType, types.CoroutineType)
 
 
 def is_not_copyable(thing: object) -> bool:
     """Return whether pickle refuses a thing wherever it is: a lock, a thread, a running generator."""
     semaphore = _loaded("_multiprocessing.SemLock")
-    return isinstance(thing, _NOT_COPYABLE) or (semaphore is not None and isinstance(thing, semaphore))
+    if isinstance(thing, (*_LOCKS, types.GeneratorType, types.CoroutineType)):
+        return True
+    return semaphore is not None and isinstance(thing, semaphore)
 
 
 def is_not_picklable(thing: object) -> bool:
@@ -215,7 +192,10 @@ def _state(thing: Any) -> object:
     for container in _CONTAINERS:
         if isinstance(thing, container):
             return container.__len__(thing)
-    if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu" and _is_plain(thing):
+    if type(thing) in (torch.Tensor, torch.nn.Parameter):
+        is_on_cpu = thing.device.type == "cpu" and thing.layout is torch.strided
+        if not is_on_cpu or thing.is_quantized or not thing.is_contiguous():
+            return None
         few = thing.detach().reshape(-1)[:: thing.numel() // _MAX_ELEMENTS + 1]
         return tuple(thing.shape), zlib.crc32(few.clone().view(torch.uint8).numpy().tobytes())
     if isinstance(thing, torch.Generator):
@@ -223,10 +203,6 @@ def _state(thing: Any) -> object:
     if isinstance(thing, random.Random):
         return hash(thing.getstate())
     return _numpy_state(thing) if type(thing).__module__.startswith("numpy") else None
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.is_contiguous()
 
 
 def _numpy_state(thing: Any) -> object:

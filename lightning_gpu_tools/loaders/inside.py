@@ -45,19 +45,16 @@ def _inside(thing: Any, name: str, within: str, seen: set[int], depth: int) -> I
         for key, value, inside in found:
             yield from inside or ([Inside(key, value)] if is_of_loaders and not within else [])
     elif depth and _is_iterated(thing):
-        for part in filter(_is_iterated, _parts(thing)):
+        parts: list[Any] = []
+        for part in attributes(thing).values():
+            if isinstance(part, (list, tuple)):
+                parts += part[:_MAX_ITEMS]
+            elif not isinstance(part, (str, bytes, dict, types.ModuleType)):
+                parts.append(part)
+        for part in filter(_is_iterated, parts):
             yield from _inside(part, name, within or type(thing).__qualname__, seen, depth - 1)
 
 
 def _is_iterated(thing: object) -> bool:
     kind = type(thing)
     return (hasattr(kind, "__iter__") or hasattr(kind, "__next__")) and kind.__module__ != "torch"
-
-
-def _parts(thing: object) -> Iterator[Any]:
-    """Yield the attributes of an object, and items in them."""
-    for part in attributes(thing).values():
-        if isinstance(part, (list, tuple)):
-            yield from part[:_MAX_ITEMS]
-        elif not isinstance(part, (str, bytes, dict, types.ModuleType)):
-            yield part

@@ -12,26 +12,17 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from typing_extensions import override
 
-from lightning_gpu_tools.advice.workers_allowed import CHANGES
-from lightning_gpu_tools.loaders.plan import Fetch
-from lightning_gpu_tools.loaders.random_states import (
-    bring_back,
-    draw_seed,
-    peek_seed,
-    random_states,
-    same_states,
-    seed_all,
-    set_aside,
-)
-from lightning_gpu_tools.loaders.settings import fingerprint, plain_loader, sampler_of, settings_of
+from lightning_gpu_tools.loaders.held import contents_of, held_by
+from lightning_gpu_tools.loaders.plan import Step
+from lightning_gpu_tools.loaders.random_states import draw_seed, seed_cpu, undisturbed
+from lightning_gpu_tools.loaders.settings import plain_loader, sampler_of, settings_of
 from lightning_gpu_tools.loaders.workers import GRACE_S, Batches, in_one_line
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
@@ -69,48 +60,29 @@ def continued(loader: DataLoader[Any]) -> ContinuedLoader:
 class Loading:
     """How the passes over one loader load, through which its settings are changed.
 
-    If ``fetches`` is a list, each fetch is appended to it; for the first fetch of a pass, which waits for workers to
-    start, ``None`` is. ``as_own_work`` ends workers during a fetch, so that a timer can count this time separately.
+    If ``steps`` is a list, the steps between the batches of a pass are appended to it, from its second batch on.
+    ``as_own_work`` ends workers during a fetch, so that a timer can count this time separately.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.original = self.in_use = settings_of(loader)
-        self.new_pass: Callable[[ContinuedLoader], Pass] = AsTorch
-        self.fetches: list[Fetch | None] | None = None
+        self.new_pass: Callable[[ContinuedLoader], Pass] = Pass
+        self.steps: list[Step] | None = None
         self.as_own_work: Callable[[Callable[[], object]], object] = lambda end: end()
         self.fault: str | None = None  # the reason that other settings were abandoned
-        self.is_watched = False  # whether it is noted what the next two are about
-        self.before: int | str | None = None  # contents of the dataset before the first batch
-        self.drew = False  # whether the dataset drew random numbers in this process
-        self.has_begun = self.has_changed = self.is_closed = False
-        self.seeds = torch.Generator()  # of all iterators but those that torch would have, too
-        self.living: Living | None = None
+        self.has_begun = self.is_closed = False
+        self.seeds = torch.Generator()  # of the iterators
+        self.living: Batches | None = None  # persistent workers, which stay alive between passes
+        self.contents: int | None = None  # of the dataset at their start; None: the user chose persistent workers
         self.passes: weakref.WeakSet[Pass] = weakref.WeakSet()
-        self._dataset = loader.dataset
         self._shown_by = weakref.ref(loader)
-
-    @property
-    def moved_draws(self) -> bool:
-        """Whether workers now draw the random numbers that the dataset drew in this process."""
-        return self.drew and self.in_use.num_workers > 0
-
-    def obstacle(self) -> str | None:
-        """Return the reason not to change the settings, based on the batches so far, and stop watching."""
-        self.is_watched = False
-        if any(running.indices is not None and running.indices.drew_late for running in self.passes):
-            return "its sampler draws random numbers during the epoch, and other settings would draw them earlier"
-        after = self.contents()
-        if isinstance(after, str):
-            return f"worker processes cannot copy its dataset ({after})"
-        return CHANGES if after != self.before else None
 
     def use(self, settings: LoaderSettings) -> None:
         """Use other settings, starting with the next batch. The batch size does not change."""
         self.in_use = replace(settings, batch_size=self.original.batch_size)
-        self.has_changed = True
         living, self.living = self.living, None
         if living is not None and not self.is_loading_with(living):
-            living.batches.close()
+            living.close()
         self._show()
 
     def close(self) -> None:
@@ -118,7 +90,7 @@ class Loading:
         for running in list(self.passes):
             running.release()
         if self.living is not None:
-            self.living.batches.close()
+            self.living.close()
         self.living, self.in_use, self.is_closed = None, self.original, True
         self._show()
 
@@ -126,61 +98,32 @@ class Loading:
         if (loader := self._shown_by()) is not None:
             vars(loader).update(asdict(self.in_use), batch_size=loader.batch_size)
 
-    def is_loading_with(self, living: Living) -> bool:
+    def is_loading_with(self, batches: Batches) -> bool:
         """Return whether a pass uses these workers."""
-        return any(running.batches is living.batches for running in self.passes)
-
-    def contents(self) -> int | str:
-        """Return a number that changes with the dataset, or the reason that workers cannot copy it."""
-        try:
-            return fingerprint(self._dataset)
-        except Exception as error:  # noqa: BLE001 - training continues after any error of a dataset
-            return in_one_line(error)
-
-
-class Living(NamedTuple):
-    """Persistent workers that stay alive between passes."""
-
-    batches: Batches
-    feed: _Feed
-    contents: int | str | None  # of the dataset at their start; None: the user chose persistent workers
+        return any(running.batches is batches for running in self.passes)
 
 
 class Indices:
-    """The indices of one pass. Each is taken once, by one plain DataLoader or the next one."""
+    """The indices of one pass, as the sampler of plain DataLoaders. Each is taken once, by one of them or the next."""
 
-    def __init__(self, sampler: Iterable[Any], *, is_watched: bool = False) -> None:
-        self.drew_late = False  # whether the sampler drew random numbers after its first index, while watched
-        self._is_watched = is_watched
-        self._sampler = sampler
-        self._iterator: Iterator[Any] = iter(())
-        self._count = 0
+    def __init__(self, drawn: Iterator[Any]) -> None:
+        self.arrive: Callable[[Any], Any] | None = None  # called with an index that this process loads
+        self._drawn = drawn
         self._waiting: deque[Any] = deque()
         self._under_way: deque[Any] = deque()  # taken, but their batches have not been delivered
 
-    def start(self) -> None:
-        """Create the sampler's iterator, which may draw random numbers."""
-        self._iterator = iter(self._sampler)
-        self._count = 0
-        self._waiting.clear()
-        self._under_way.clear()
-
-    def has_more(self) -> bool:
-        """Let the sampler draw the next index, and return whether there is one."""
-        if not self._waiting:
-            before = random_states() if self._is_watched and self._count else None
-            self._waiting.extend(itertools.islice(self._iterator, 1))
-            self._count += 1
-            if before is not None:
-                self.drew_late |= not same_states(before, random_states())
+    def draw(self, count: int = 1) -> bool:
+        """Let the sampler draw until so many indices wait, and return whether any does."""
+        self._waiting.extend(itertools.islice(self._drawn, max(0, count - len(self._waiting))))
         return bool(self._waiting)
 
-    def take(self) -> Any:
-        """Return the next index, whose batch is in progress from now on."""
-        if not self.has_more():
-            raise StopIteration
-        self._under_way.append(index := self._waiting.popleft())
-        return index
+    def __iter__(self) -> Indices:
+        return self
+
+    def __next__(self) -> Any:
+        index = self._waiting.popleft() if self._waiting else next(self._drawn)
+        self._under_way.append(index)
+        return index if self.arrive is None else self.arrive(index)
 
     def delivered(self) -> None:
         """Forget the oldest batch in progress."""
@@ -192,67 +135,67 @@ class Indices:
         self._under_way.clear()
 
 
-class _Feed:
-    """The sampler of a plain DataLoader: the indices that are left of a pass."""
-
-    def __init__(self, indices: Indices, arrive: Callable[[Any], Any] | None, *, starts: bool) -> None:
-        self.indices = indices
-        self._arrive, self._starts = arrive, starts
-
-    def __iter__(self) -> _Feed:
-        if self._starts:
-            self.indices.start()
-        return self
-
-    def __next__(self) -> Any:
-        index = self.indices.take()
-        return index if self._arrive is None else self._arrive(index)
-
-
 class Pass:
-    """The iterator of one pass. It starts and ends workers, and must not be part of a reference cycle."""
+    """The iterator of one pass. It starts and ends workers, and must not be part of a reference cycle.
 
-    arrive: Callable[[Any], Any] | None = None  # called with an index that this process loads
+    Its random numbers are those that torch draws with the original settings.
+    """
+
+    arrive: Callable[[Any], Any] | None = None  # of the indices
 
     def __init__(self, loader: ContinuedLoader) -> None:
-        self.batches: Batches | None = None
-        self.indices: Indices | None = None  # None: the dataset is iterable
         self.loader, self.loading = loader, loader.loading
+        self.batches: Batches | None = None
         self.settings = self.loading.in_use  # of the batches
         self._is_first = True
         self._wait_s = 0.0
+        self._got: tuple[float, float] | None = None  # the times of the last batch, if steps are measured
+        self.indices = self._start()
         self.loading.passes.add(self)
+        self.loading.has_begun = True
 
-    def fetch(self) -> Any:
-        """Return the next batch, with the random numbers that it should have."""
-        raise NotImplementedError
+    def _start(self) -> Indices:
+        """Draw what torch draws here. Workers start with the first batch, after the end of those of the last pass."""
+        loading, original, generator = self.loading, self.loading.original, self.loader.generator
+        indices = iter(sampler_of(self.loader))
+        # torch draws a seed for each new iterator, but not for later passes of persistent workers.
+        if not (original.persistent_workers and loading.has_begun):
+            loading.seeds.set_state(torch.get_rng_state() if generator is None else generator.get_state())
+            draw_seed(generator)
+            if original.num_workers:
+                indices = iter(sampler_of(self.loader))
+        started = Indices(indices)
+        started.draw(original.num_workers * (original.prefetch_factor or 0))
+        return started
 
-    def load(self, generator: torch.Generator | None, *, starts: bool = False) -> None:
-        """Load with the settings in use. With ``starts``, torch starts the sampler at its usual time."""
+    def _load(self) -> None:
+        """Load with the settings in use."""
         loading = self.loading
         settings = self.settings = loading.in_use
         living = loading.living
         # In torch, a second iteration would take the workers away from the first one.
-        if living is not None and self.indices is not None and (starts or not loading.is_loading_with(living)):
+        if living is not None and not loading.is_loading_with(living):
             # These workers lack changes of the dataset since they were started.
-            if living.contents is None or living.contents == loading.contents():
-                self.batches, living.feed.indices = living.batches, self.indices
-                self.batches.restart()
+            if loading.contents is None or loading.contents == self._contents():
+                indices: Indices = sampler_of(living.loader)
+                vars(indices).update(vars(self.indices), arrive=None)
+                self.batches, self.indices = living, indices
+                living.restart()
                 return
-            living.batches.close()
+            living.close()
             living = loading.living = None
-        contents = None
-        if settings.persistent_workers and not loading.original.persistent_workers:
-            contents = loading.contents()
-        feed = None
-        if self.indices is not None:
-            feed = _Feed(self.indices, None if settings.num_workers else self.arrive, starts=starts)
+        self.indices.arrive = None if settings.num_workers else self.arrive
         is_original = settings == loading.original
         limit = {} if is_original else {"timeout": self.loader.timeout or MAX_BATCH_S}
-        inner = plain_loader(self.loader, settings, feed, generator=generator, **limit)
+        inner = plain_loader(self.loader, settings, self.indices, generator=loading.seeds, **limit)
         self.batches = Batches(inner, trusted=is_original)
-        if settings.persistent_workers and living is None and feed is not None:
-            loading.living = Living(self.batches, feed, contents)
+        loading.seeds.manual_seed(draw_seed(loading.seeds))  # the next number would be the seed of the next pass
+        if settings.persistent_workers and living is None:
+            loading.living = self.batches
+            loading.contents = None if loading.original.persistent_workers else self._contents()
+
+    def _contents(self) -> int:
+        return contents_of(held_by(self.loader.dataset))
 
     def __iter__(self) -> Pass:
         return self
@@ -265,16 +208,16 @@ class Pass:
         return getattr(batches.iterator, name)
 
     def __next__(self) -> Any:
-        loading = self.loading
-        if loading.fetches is None and not self._is_first:
+        steps = self.loading.steps
+        if steps is None:
+            self._got = None
             return self._next()
-        asked = time.perf_counter(), time.process_time()
-        if self._is_first and loading.is_watched:
-            loading.before = loading.contents()
+        asked_s, asked_cpu_s = time.perf_counter(), time.process_time()
+        if self._got is not None:
+            steps.append(Step(asked_s - self._got[0], asked_cpu_s - self._got[1], self._wait_s))
         batch = self._next()
-        if loading.fetches is not None:
-            got = time.perf_counter(), time.process_time()
-            loading.fetches.append(None if self._is_first else Fetch(*asked, self._wait_s, *got))
+        if not self._is_first:  # which waits for workers to start
+            self._got = time.perf_counter(), time.process_time()
         self._is_first = False
         return batch
 
@@ -284,11 +227,11 @@ class Pass:
             loading.as_own_work(self.release)
         try:
             if self.batches is None:
-                if self.indices is not None and not self.indices.has_more():
+                if not self.indices.draw():
                     raise StopIteration
-                self.load(loading.seeds)
+                self._load()
             asked_s = time.perf_counter()
-            batch = self.fetch()
+            batch = self._fetch()
             self._wait_s = time.perf_counter() - asked_s
         except StopIteration:
             raise
@@ -297,9 +240,16 @@ class Pass:
                 raise
             self._fall_back(error)
             return self._next()
-        if self.indices is not None:
-            self.indices.delivered()
+        self.indices.delivered()
         return batch
+
+    def _fetch(self) -> Any:
+        assert self.batches is not None
+        if self.settings.num_workers or not self.loading.original.num_workers:
+            return next(self.batches)
+        with undisturbed():  # because workers drew the numbers of the dataset
+            seed_cpu(draw_seed(self.loading.seeds))
+            return next(self.batches)
 
     def _fall_back(self, error: Exception) -> None:
         """Restore the original settings, and reload the batches that were in progress."""
@@ -318,59 +268,10 @@ class Pass:
     def release(self, grace_s: float = GRACE_S) -> None:
         """End the workers, except persistent ones. The batches in progress are loaded again."""
         batches, self.batches = self.batches, None
-        if self.indices is not None:
-            self.indices.give_back()
-        living = self.loading.living
-        if batches is not None and (living is None or living.batches is not batches):
+        self.indices.give_back()
+        if batches is not None and batches is not self.loading.living:
             batches.close(grace_s)
 
     def __del__(self) -> None:
-        self.release()
-
-
-class AsTorch(Pass):
-    """A pass whose random numbers are those that torch draws with the original settings."""
-
-    def __init__(self, loader: ContinuedLoader) -> None:
-        super().__init__(loader)
-        loading = self.loading
-        self.indices = Indices(sampler_of(loader), is_watched=loading.is_watched)
-        original = loading.original
-        # torch draws a seed for each new iterator, but not for later passes of persistent workers.
-        is_new = not (original.persistent_workers and loading.has_begun)
-        loading.has_begun = True
-        if not loading.has_changed:  # torch itself starts the sampler and draws the seed
-            if is_new:
-                loading.seeds.manual_seed(peek_seed(loader.generator))
-            self.load(loader.generator, starts=True)
-            return
-        # As in torch with the original settings. The new workers start with the first batch, after Lightning has
-        # dropped the iterator of the last epoch.
-        self.indices.start()
-        if is_new:
-            loading.seeds.manual_seed(draw_seed(loader.generator))
-            if original.num_workers:
-                self.indices.start()
-        if original.num_workers:
-            self.indices.has_more()
-
-    @override
-    def fetch(self) -> Any:
-        loading = self.loading
-        assert self.batches is not None
-        if self.settings.num_workers:
-            return next(self.batches)
-        if loading.original.num_workers:  # so workers drew the numbers of the dataset
-            outside = set_aside()
-            try:
-                seed_all(draw_seed(loading.seeds))
-                return next(self.batches)
-            finally:
-                bring_back(outside)
-        assert self.indices is not None
-        if not loading.is_watched or loading.drew or not self.indices.has_more():
-            return next(self.batches)
-        before = random_states()  # the sampler has already drawn its numbers for this batch
-        batch = next(self.batches)
-        loading.drew = not same_states(before, random_states())
-        return batch
+        if "indices" in vars(self):  # else its sampler has failed
+            self.release()

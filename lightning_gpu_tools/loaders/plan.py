@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from lightning_gpu_tools.units import format_duration
 
 # Even a run of 120 steps must benefit from the search. The first steps are slower than the others.
 STUDY_STEPS = 25
-_WARM_UP_STEPS = 5
+WARM_UP_STEPS = 5
 # Settings are confirmed over ten groups of steps: with ten values, the 95% interval of a median excludes the lowest
 # and the highest. A group has ten steps, or one for each worker, because workers deliver batches in bursts.
 _CONFIRM_GROUPS, CONFIRM_GROUP_STEPS = 10, 10
@@ -49,16 +48,6 @@ _MAX_FAILURES = 2  # our default: after that, the number of workers is not the p
 _PERSISTENT_FROM = 0.01
 
 
-class Fetch(NamedTuple):
-    """The fetch of one batch by training. Clocks: ``time.perf_counter`` and the CPU seconds of this process."""
-
-    asked_s: float
-    asked_cpu_s: float
-    wait_s: float
-    got_s: float
-    got_cpu_s: float
-
-
 class Step(NamedTuple):
     """One step, or the cost of all steps."""
 
@@ -67,15 +56,6 @@ class Step(NamedTuple):
     wait_s: float = 0.0  # wait for its batch
     threads: int = 0  # number of computing threads; 0 = the step leaves the cores free, like a step on a GPU
     error_s: float | None = None  # of wait_s + step_s; None if training was not measured
-
-
-def steps_between(fetches: Sequence[Fetch | None]) -> list[Step]:
-    """Return the steps between these fetches; ``None`` separates epochs."""
-    return [
-        Step(following.asked_s - one.got_s, following.asked_cpu_s - one.got_cpu_s, one.wait_s)
-        for one, following in itertools.pairwise(fetches)
-        if one is not None and following is not None
-    ]
 
 
 def ramp_up(settings: LoaderSettings) -> int:
@@ -93,25 +73,15 @@ def step_cost(study: Sequence[Step], torch_threads: int, settings: LoaderSetting
     cpu_s = sorted(step.cpu_s for step in study)[len(study) // 4]
     busy = cpu_s / step_s
     threads = 0 if busy < _BUSY_SHARE * torch_threads else max(1, math.ceil(busy - 0.1))
-    waits_s, error_s = [step.wait_s for step in study[max(0, ramp_up(settings) - _WARM_UP_STEPS) :]], None
+    waits_s, error_s = [step.wait_s for step in study[max(0, ramp_up(settings) - WARM_UP_STEPS) :]], None
     if len(waits_s) > 1:  # the 95% interval of the wait, and the spread of the steps
         error_s = 2 * stdev(waits_s) / len(waits_s) ** 0.5 + median(steps_s) - step_s
     return Step(step_s, cpu_s, mean(waits_s or [0.0]), threads, error_s)
 
 
-def without_first_steps(steps: Sequence[Step]) -> Sequence[Step]:
-    """Drop the first steps, or return all if there are no others."""
-    return steps[_WARM_UP_STEPS:] or steps
-
-
 def step_to_step_s(steps: Sequence[Step]) -> float:
     """Return the mean wait plus the median time of the rest of a step."""
     return mean(step.wait_s for step in steps) + median(step.step_s for step in steps)
-
-
-def wait_s(steps: Sequence[Step]) -> float:
-    """Return the mean wait for a batch; 0 without steps."""
-    return mean(step.wait_s for step in steps) if steps else 0.0
 
 
 def wait_share(steps: Sequence[Step]) -> float:
@@ -277,24 +247,17 @@ def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSetti
     needed = _MIN_GAIN_ON_CPU if case.step.threads else 1 + TOLERANCE
     if _seconds(original) >= needed * _seconds(chosen):
         speeds = f"{1 / _seconds(chosen):.3g} batches/s instead of {1 / _seconds(original):.3g}"
-        return _in_use(case, trials, chosen.settings), f"{speeds} with the original settings."
+        reason, count = f"{speeds} with the original settings.", chosen.settings.num_workers
+        # Persistent workers and pinned memory are not tried, but set by rules of thumb.
+        start_s = max((trial.start_s for trial in trials if trial.start_s is not None), default=0.0)
+        saved = case.epoch_steps is not None and start_s > _PERSISTENT_FROM * case.epoch_steps * case.step.step_s
+        persistent, pinned = case.original.persistent_workers or saved, case.original.pin_memory or case.cuda
+        in_use = replace(chosen.settings, persistent_workers=persistent, pin_memory=pinned)
+        return in_use if count else chosen.settings, reason
     if failures:
         return case.original, f"The original settings are kept, because other settings failed: {failures[0]}."
     less = " The training step also uses the CPU, so a smaller gain is uncertain." if case.step.threads else ""
     return case.original, f"No other settings were more than {100 * (needed - 1):.0f}% faster.{less}"
-
-
-def _in_use(case: LoaderCase, trials: Sequence[LoaderTrial], settings: LoaderSettings) -> LoaderSettings:
-    """Set persistent workers and pinned memory, which are not tried, by rules of thumb."""
-    if not settings.num_workers:
-        return settings
-    start_s = max((trial.start_s for trial in trials if trial.start_s is not None), default=0.0)
-    worth_it = case.epoch_steps is not None and start_s > _PERSISTENT_FROM * case.epoch_steps * case.step.step_s
-    return replace(
-        settings,
-        persistent_workers=case.original.persistent_workers or worth_it,
-        pin_memory=case.original.pin_memory or case.cuda,
-    )
 
 
 def _with_workers(case: LoaderCase, count: int) -> LoaderSettings:

@@ -12,8 +12,9 @@ import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +29,8 @@ from lightning_gpu_tools.arguments import check_seconds
 from lightning_gpu_tools.host import HostBudget, private_memory_bytes, read_host_budget
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.plan import LoaderCase, Step, choose, next_trial, ramp_up
-from lightning_gpu_tools.loaders.random_states import undisturbed
-from lightning_gpu_tools.loaders.settings import batch_bytes, fingerprint, plain_loader, sampler_of, settings_of
+from lightning_gpu_tools.loaders.random_states import random_states, undisturbed
+from lightning_gpu_tools.loaders.settings import batch_bytes, plain_loader, sampler_of, settings_of
 from lightning_gpu_tools.loaders.workers import Batches, in_one_line
 from lightning_gpu_tools.selection.placement import count_devices
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
@@ -68,7 +69,7 @@ class Trials:
         self._budget_s = budget_s
         self._ends_s = time.perf_counter() + budget_s
         self._seeds = torch.Generator().manual_seed(0)
-        indices = _sample_indices(loader)
+        indices = list(_some_indices(loader))
         if not indices:
             raise ValueError("it has no batches")
         order = torch.randperm(len(indices), generator=self._seeds).tolist()
@@ -145,14 +146,17 @@ class Trials:
             with self._open(settings) as batches:
                 next(batches)
                 start_s = time.perf_counter() - began_s
-                steps = self._steps(batches)
-                for _ in itertools.islice(steps, ramp_up(settings)):
-                    pass
-                for wait_s, step_s in steps:
-                    waits.append(wait_s)
-                    passed.append(wait_s + step_s)
-                    if len(passed) % _FIRST_BATCHES == 0 and self._is_enough(passed, best_s):
-                        break
+                to_skip = ramp_up(settings)
+                while self.left_s > 0 and not self._is_enough(passed, best_s):
+                    asked_s = time.perf_counter()
+                    next(batches)
+                    loaded_s = time.perf_counter()
+                    self.stand_in()
+                    if to_skip:
+                        to_skip -= 1
+                        continue
+                    waits.append(loaded_s - asked_s)
+                    passed.append(time.perf_counter() - asked_s)
         except Exception as error:  # noqa: BLE001 - after any error, these settings are not used in training
             failed = in_one_line(error)
         measured = failed is None and len(passed) >= _FIRST_BATCHES
@@ -163,22 +167,6 @@ class Trials:
             start_s=start_s,
             failed=failed,
         )
-
-    def expected_s(self, settings: LoaderSettings, cost: LoadCost, start_s: float, cores: float) -> float:
-        """Return the estimated seconds until a trial has measured its first batches."""
-        workers = settings.num_workers
-        batch_s = max(self._step.step_s, cost.wall_s / workers)
-        count = ramp_up(settings) + _FIRST_BATCHES
-        return start_s * max(1.0, workers / cores) + cost.wall_s + count * batch_s
-
-    def _steps(self, batches: Batches) -> Iterator[tuple[float, float]]:
-        """Yield the wait for each batch and the time of its step while the budget lasts."""
-        while self.left_s > 0:
-            began_s = time.perf_counter()
-            next(batches)
-            loaded_s = time.perf_counter()
-            self.stand_in()
-            yield loaded_s - began_s, time.perf_counter() - loaded_s
 
     def stand_in(self) -> float:
         """Take the time of a step, part of which is computed if the step computes on the CPU; return the rest.
@@ -200,6 +188,8 @@ class Trials:
 
     def _is_enough(self, passed: Sequence[float], best_s: float) -> bool:
         count, seconds = len(passed), sum(passed)
+        if not count or count % _FIRST_BATCHES:
+            return False
         mean_s, error_s = seconds / count, statistics.stdev(passed) / count**0.5
         if mean_s - 2 * error_s > _HOPELESS * best_s or seconds > _TRIAL_SHARE * self._budget_s:
             return True
@@ -218,11 +208,22 @@ def _burn(cpu_s: float) -> None:
         hashlib.sha256(_CHUNK).digest()
 
 
-def _sample_indices(loader: DataLoader[Any]) -> list[Any]:
-    """Return the indices that a copy of the loader's sampler yields."""
-    sampler = sampler_of(loader)
+def _some_indices(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Return the first indices that a copy of the loader's sampler yields."""
     memo = {id(loader.dataset): loader.dataset}  # do not copy the dataset, which samplers may refer to
-    return list(itertools.islice(copy.deepcopy(sampler, memo), _MAX_INDICES))
+    return itertools.islice(copy.deepcopy(sampler_of(loader), memo), _MAX_INDICES)
+
+
+def draws_late(loader: DataLoader[Any]) -> bool:
+    """Return whether the sampler of a loader draws from a global generator after its first index."""
+    states = []
+    with undisturbed(), suppress(Exception):  # of a sampler that fails or cannot be copied, which a search says
+        indices = _some_indices(loader)
+        for count in (1, None):
+            deque(itertools.islice(indices, count), maxlen=0)
+            of_torch, (_, of_numpy, *drawn), of_python = random_states()
+            states.append((of_torch.tolist(), of_numpy.tolist(), drawn, of_python))
+    return len(states) == 2 and states[0] != states[1]
 
 
 # Returns the facts of all ranks, identical on each, or raises SilentRankError.
@@ -281,9 +282,12 @@ def search(
                 following = next_trial(case, tried)
                 if following is None:
                     break
-                trial = LoaderTrial(settings=following)
-                if trials.expected_s(following, case.cost, slowest["start_s"], case.host.cores) <= left_s:
-                    show(f"{following.num_workers} workers, {following.prefetch_factor} batches each")
+                trial, workers = LoaderTrial(settings=following), following.num_workers
+                # Until the first batches of the trial have been measured.
+                measured_s = (ramp_up(following) + _FIRST_BATCHES) * max(step.step_s, case.cost.wall_s / workers)
+                start_s = slowest["start_s"] * max(1.0, workers / case.host.cores)
+                if start_s + case.cost.wall_s + measured_s <= left_s:
+                    show(f"{workers} workers, {following.prefetch_factor} batches each")
                     trial = trials.run(following, min(trial.batch_s or math.inf for trial in tried))
                 everyones = gather({"trial": dataclasses.asdict(trial), "left_s": trials.left_s})
                 worst = max(
@@ -308,8 +312,6 @@ def _probed(loader: DataLoader[Any], step: Step, budget_s: float) -> tuple[Trial
     failure = "its sampler yields no batches"
     try:
         trials = Trials(loader, step, budget_s)
-        failure = "worker processes cannot copy its dataset"
-        fingerprint(loader.dataset)
         failure = "a worker process cannot load a batch"
         cost, start_s = trials.probe()
     except Exception as error:  # noqa: BLE001 - any error of a sampler or dataset is a reason not to change the loader

@@ -1,26 +1,21 @@
-"""The settings of a DataLoader, plain loaders with other settings, and a check that workers can copy its dataset."""
+"""The settings of a DataLoader, plain loaders with other settings, and the sizes of their batches."""
 
 from __future__ import annotations
 
-import io
 import multiprocessing
-import pickle
-import types
 import warnings
-import weakref
-from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.loaders.held import contents_of, held_by, pickles_itself
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 # Private names of torch. Without the second one, workers end when their iterator is dropped.
 GET_ITERATOR = "_get_iterator"
 SHUT_DOWN_WORKERS = "_shutdown_workers"
+_CHANNELS = (1, 3, 4)  # of images: gray, RGB, RGBA
 
 
 def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
@@ -48,8 +43,7 @@ def forks_workers(loader: DataLoader[Any]) -> bool:
 def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any, **options: Any) -> DataLoader[Any]:
     """Return a plain DataLoader with other settings that loads the same data as the given one.
 
-    ``indices`` replace its batch sampler or, without one, its sampler; ``None`` for an iterable dataset. ``options``
-    override its arguments.
+    ``indices`` replace its batch sampler or, without one, its sampler. ``options`` override its arguments.
     """
     arguments = {
         **asdict(settings),
@@ -63,9 +57,7 @@ def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any
         arguments["pin_memory_device"] = device
     if not settings.num_workers:  # torch then refuses both
         del arguments["timeout"], arguments["multiprocessing_context"]
-    if indices is None:
-        arguments |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    elif loader.batch_sampler is None:
+    if loader.batch_sampler is None:
         arguments |= {"batch_size": None, "sampler": indices}
     else:
         arguments |= {"batch_size": 1, "batch_sampler": indices}
@@ -109,59 +101,9 @@ def batch_shape(batch: Any) -> tuple[int, ...] | None:
     first, holder = _first_in(batch)
     if first is None or first.is_nested:
         return None
-    if not isinstance(holder, (list, tuple)) or not all(_is_image(image) for image in holder):
+    is_list = isinstance(holder, (list, tuple)) and all(isinstance(image, torch.Tensor) for image in holder)
+    if not is_list or not all(image.dim() == 3 and len(image) in _CHANNELS for image in holder):
         return tuple(first.shape)
     if any(len(image) != len(first) for image in holder):
         return None
     return (len(holder), *(max(sizes) for sizes in zip(*(image.shape for image in holder), strict=True)))
-
-
-def _is_image(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 3 and len(value) in _CHANNELS
-
-
-_CHANNELS = (1, 3, 4)  # of images: gray, RGB, RGBA
-# Our default: the first 16 MiB of pickle represent the rest. A million paths are 64 MiB, which take a second.
-_MAX_BYTES = 16 * 2**20
-_SKIPPED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, weakref.ReferenceType, torch.Tensor)
-
-
-def fingerprint(dataset: object) -> int:
-    """Return a number that changes when the dataset changes.
-
-    Pickles all its contents, except functions and classes, which forked workers have anyway. Objects that
-    ``__getstate__`` of the program omits, such as an open file, must be possible to copy, too.
-
-    Raises:
-        Exception: Worker processes cannot copy the dataset: it holds an open file, a lock, a running generator, ...
-    """
-    with suppress(_EnoughError):
-        _Walk(_Discarded(), protocol=5, buffer_callback=lambda buffer: None).dump(dataset)
-    return contents_of(held_by(dataset))
-
-
-class _EnoughError(Exception):
-    pass
-
-
-class _Discarded:
-    """A file that keeps nothing of what is written."""
-
-    def __init__(self) -> None:
-        self._size = 0
-
-    def write(self, data: Any) -> None:
-        self._size += len(data)
-        if self._size > _MAX_BYTES:
-            raise _EnoughError
-
-
-class _Walk(pickle.Pickler):
-    def reducer_override(self, thing: Any) -> Any:
-        if isinstance(thing, _SKIPPED):
-            return NotImplemented if getattr(thing, "__module__", None) == "builtins" else (int, ())
-        if isinstance(thing, io.IOBase) and not isinstance(thing, (io.BytesIO, io.StringIO)):
-            raise TypeError("it holds an open file")
-        if hasattr(thing, "__dict__") and pickles_itself(type(thing)):
-            return object, (), (vars(thing), thing.__reduce_ex__(5))
-        return NotImplemented

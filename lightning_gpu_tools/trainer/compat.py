@@ -109,6 +109,11 @@ def logged_results(trainer: Trainer) -> Any:
     return getattr(trainer.fit_loop.epoch_loop, "_results", {})
 
 
+def begin_within_epoch(trainer: Trainer) -> None:
+    """Let the first batch add to the metrics of its epoch, which it would reset. Lost: the same as above."""
+    trainer._logger_connector._first_loop_iter = False
+
+
 def end_restart(trainer: Trainer) -> None:
     """Tell a resumed fit that it continues like any other, from its first step on.
 

@@ -15,8 +15,8 @@ import torch
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer
 
-_REDUCTIONS = ("mean", "sum", "max", "min")
 _OPTIONS = ("fx", "name", "prog_bar", "logger", "on_step", "metric_attribute")  # of `self.log`
+_STATES = ("value", "cumulated_batch_size", "_forward_cache")  # the last one is what the last step logged
 _MAX_BYTES = 2**20  # our default: metrics that keep all predictions would make checkpoints large
 
 
@@ -25,64 +25,41 @@ def collected(trainer: Trainer) -> dict[str, Any]:
     logged = {}
     for key, result in compat.logged_results(trainer).items():
         meta = result.meta
-        reduction = next((name for name in _REDUCTIONS if getattr(meta, f"is_{name}_reduction")), None)
-        if meta.on_epoch and reduction is not None:
-            value = result.value.clone() if result.is_tensor else None  # None: of a torchmetric
-            is_mean = result.is_tensor and reduction == "mean"
+        if meta.on_epoch and not result.has_reset:
+            states = {name: getattr(result, name, None) for name in _STATES if result.is_tensor}  # else of torchmetrics
+            options = {name: getattr(meta, name) for name in _OPTIONS}
             logged[key] = {
-                "value": value,
-                "batch_size": result.cumulated_batch_size.clone() if is_mean else None,
-                "reduction": reduction,
-                "sync_dist": meta.sync.should,
-                **{name: getattr(meta, name) for name in _OPTIONS},
+                "states": {name: value.clone() for name, value in states.items() if value is not None},
+                "options": {**options, "reduce_fx": meta.reduce_fx.__name__, "sync_dist": meta.sync.should},
             }
     return {"logged": logged, "modules": {name: dict(metric.metric_state) for name, metric in _modules(trainer)}}
 
 
-def restore_modules(trainer: Trainer, saved: dict[str, Any]) -> None:
-    """Set the module's own metrics to their saved states."""
+def restore(trainer: Trainer, saved: dict[str, Any]) -> None:
+    """Log again what was logged before the first batch of a resumed epoch, and set the module's own metrics."""
     for name, metric in _modules(trainer):
-        if name in saved["modules"]:
-            for state, value in saved["modules"][name].items():
-                setattr(metric, state, value.to(metric.device))
+        for state, value in saved["modules"].get(name, {}).items():
+            setattr(metric, state, value.to(metric.device))
             metric._update_count = 1  # else torchmetrics warns that it was never updated
-
-
-def restore_ended(trainer: Trainer, saved: dict[str, Any]) -> None:
-    """Log again what an epoch without further batches has collected."""
+    compat.begin_within_epoch(trainer)
     results, modules = compat.logged_results(trainer), dict(trainer.lightning_module.named_modules())
     for key, entry in saved["logged"].items():
-        value = modules.get(entry["metric_attribute"]) if entry["value"] is None else entry["value"]
-        if value is None:
+        states = {name: value.to(trainer.strategy.root_device) for name, value in entry["states"].items()}
+        value = states.get("value", modules.get(entry["options"]["metric_attribute"]))
+        if value is None:  # the module has no such metric any more
             continue
-        value = value.to(trainer.strategy.root_device)
-        results.log(
-            value=value,
-            reduce_fx=entry["reduction"],
-            on_epoch=True,
-            batch_size=1,
-            sync_dist_fn=trainer.strategy.reduce,
-            **{name: entry[name] for name in ("sync_dist", *_OPTIONS)},
-        )
-        results[key].value = value
-        if entry["batch_size"] is not None:
-            results[key].cumulated_batch_size = entry["batch_size"].to(value.device)
+        reduce = trainer.strategy.reduce
+        results.log(value=value, on_epoch=True, batch_size=1, sync_dist_fn=reduce, **entry["options"])
+        vars(results[key]).update(states)
+        kind = type(results[key].meta)
+        results[key].meta.__class__ = type(kind.__name__, (kind,), {"__eq__": _take_over})
 
 
-def add_logged(trainer: Trainer, saved: dict[str, Any]) -> None:
-    """Add what was logged before resuming to what has been logged since, once for each name."""
-    results, logged = compat.logged_results(trainer), saved["logged"]
-    for key in logged.keys() & results.keys():
-        result, entry = results[key], logged.pop(key)
-        if entry["value"] is None:  # the metric itself has its state again
-            continue
-        before = entry["value"].to(result.value.device)
-        if entry["reduction"] in ("mean", "sum"):
-            result.value = before + result.value
-        else:
-            result.value = result.meta.reduce_fx(before, result.value)
-        if entry["batch_size"] is not None:
-            result.cumulated_batch_size = entry["batch_size"].to(result.value.device) + result.cumulated_batch_size
+def _take_over(meta: Any, now: Any) -> bool:
+    """Be equal to the options of the first call of ``self.log`` after resuming, which count from then on."""
+    meta.__class__ = type(now)
+    vars(meta).update(vars(now))
+    return True
 
 
 def _modules(trainer: Trainer) -> Iterator[tuple[str, Any]]:
@@ -91,9 +68,6 @@ def _modules(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     for name, metric in trainer.lightning_module.named_modules():
         if isinstance(metric, kind):
             states = metric.metric_state.values()
-            if all(isinstance(state, torch.Tensor) for state in states) and sum(map(_size, states)) < _MAX_BYTES:
+            are_tensors = all(isinstance(state, torch.Tensor) for state in states)
+            if are_tensors and sum(state.nbytes for state in states) < _MAX_BYTES:
                 yield name, metric
-
-
-def _size(state: torch.Tensor) -> int:
-    return state.element_size() * state.numel()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import signal
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import CheckpointMismatchError
-from lightning_gpu_tools.loaders.random_states import packed_states, put_back_packed
+from lightning_gpu_tools.loaders.random_states import mixed, seed_all
 from lightning_gpu_tools.loaders.resumable import Positions, inexact, is_resumable
 from lightning_gpu_tools.patches import Patches, after, before
 from lightning_gpu_tools.trainer import compat, epoch_metrics
@@ -36,8 +36,8 @@ class ExactResume(GuardedCallback):
     map-style datasets. Warnings before the first step name everything that cannot be exact. The checkpoints stay
     readable without this callback, and are some kB larger for each rank.
 
-    The order of a loader and the contents of each batch get their random numbers from the run's seed and the number of
-    the batch. Its random numbers therefore differ from those of a run without this callback.
+    The order of a loader, the contents of each batch and each step get their random numbers from the run's seed and the
+    number of the batch. Its random numbers therefore differ from those of a run without this callback.
 
     At SIGTERM and SIGUSR1, also during validation, all ranks save one step as ``last.ckpt`` in the folder of
     ``ModelCheckpoint``, else in ``default_root_dir``, and end with exit code 143. ``max_time`` saves in the same way.
@@ -53,245 +53,80 @@ class ExactResume(GuardedCallback):
         trainer.fit(model, loader, ckpt_path="last")
     """
 
-    def __init__(self) -> None:
-        self._run: _Run | None = None
+    is_on = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._run = None
-        if stage == "fit" and not is_disabled() and not self.is_superfluous(trainer.callbacks):  # type: ignore[attr-defined]
-            self._run = _Run(trainer)
-
-    @override
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._run is not None:
-            self._run.preemption.listen()
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._run is not None:
-            self._run.training_started()
-
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._run is not None:
-            self._run.epoch_started()
-
-    @override
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if self._run is not None:
-            self._run.validation_batch_ended()
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._run is not None:
-            self._run.validation_started()
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._run is not None:
-            self._run.validation_ended()
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._run is not None:
-            self._run.epoch_ended()
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._run is None else self._run.state_dict()
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._run is not None and state_dict:
-            self._run.load_state_dict(state_dict)
-
-    @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._run is not None:
-            self._run.mend_progress(checkpoint)
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._run is not None:
-            self._run.close()  # keeps its state, which ModelCheckpoint may save after this
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._run is not None:
-            self._run.finish_saving()
-        self._give_up()
-
-    @override
-    def _give_up(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.close()
-
-
-class _Run:
-    """One fit."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer: Any = trainer
-        self.positions = Positions(self.trainer.global_rank, self._put_back, lambda: self.trainer.global_step)
-        self._resumed: list[Any] | None = None  # the random states to go on with, until the first step
-        self._outside: list[Any] | None = None  # those of training, during validation
-        self._ended = False  # whether the position that was restored is at the end of an epoch
-        self._epoch_is_open = False  # whether the restored epoch goes on
-        self._trains: torch.Tensor | None = None  # which parameters do, in the restored state
-        self._metrics: dict[str, Any] | None = None  # of the epoch to go on with, see `epoch_metrics`
-        ranks = self.trainer.world_size
-        store = (own_store() or default_store()) if ranks > 1 else None
-        name = self.trainer.strategy.broadcast(uuid.uuid4().hex) if ranks > 1 else ""
-        self.preemption = Preemption(self.trainer, store, name)
+        vars(self).clear()
+        if stage != "fit" or is_disabled() or self.is_superfluous(trainer.callbacks):  # type: ignore[attr-defined]
+            return
+        self._trainer: Any = trainer
+        self._positions = Positions(trainer.global_rank, lambda: trainer.global_step)
+        self._restored: dict[str, Any] = {}
         self._point = (0, 0)  # training batches, and validation batches since
-        self._step_before = self.trainer.global_step
         self._is_between_steps = True  # whether no gradients wait for the optimizer
+        self._is_validating = False
         self._holds_other_weights = False  # whether a callback may have exchanged them for validation
         self._is_requeued = False
         self._saved: tuple[str, str] | None = None  # a file to be renamed at the end, and the name
-        self._has_hook = overrides(self.trainer.lightning_module, "LightningModule", "on_train_batch_end")
+        ranks = trainer.world_size
+        store = (own_store() or default_store()) if ranks > 1 else None
+        name = trainer.strategy.broadcast(uuid.uuid4().hex) if ranks > 1 else ""
+        self._preemption = Preemption(trainer, store, name)
+        self._has_hook = overrides(pl_module, "LightningModule", "on_train_batch_end")
         self._patches = Patches()
-        self._patches.put(self.trainer.strategy, "process_dataloader", self._wrapped)
-        self._patches.put(self.trainer, "save_checkpoint", self._timed)
+        self._patches.put(trainer.strategy, "process_dataloader", partial(partial, self._process_loader))
+        self._patches.put(trainer, "save_checkpoint", partial(partial, self._save_timed))
         # Not hooks of the callback, which run before the module's own: what that changes belongs into the file.
-        module = self.trainer.lightning_module
-        self._patches.put(module, "on_train_batch_start", functools.partial(before, self._batch_started))
-        self._patches.put(module, "on_train_batch_end", functools.partial(after, self._batch_ended))
+        self._patches.put(pl_module, "on_train_batch_start", partial(before, self._batch_started))
+        self._patches.put(pl_module, "on_train_batch_end", partial(after, self._batch_ended))
+        self.is_on = True
 
-    def _wrapped(self, process: Any) -> Any:
-        def process_dataloader(loader: Any) -> Any:
-            loader = process(loader)
-            if not is_resumable(loader):
-                return loader
-            return self.positions.keep(loader, is_training=self.trainer.training)
+    def _process_loader(self, process: Any, loader: Any) -> Any:
+        loader = process(loader)
+        return self._positions.keep(loader, self._trainer.training) if is_resumable(loader) else loader
 
-        return process_dataloader
+    def _save_timed(self, save: Any, *args: Any, **kwargs: Any) -> None:
+        began_s = time.monotonic()
+        save(*args, **kwargs)
+        self._preemption.last_save_s = time.monotonic() - began_s
 
-    def _timed(self, save: Any) -> Any:
-        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-            began_s = time.monotonic()
-            save(*args, **kwargs)
-            self.preemption.last_save_s = time.monotonic() - began_s
+    def _seed(self, *stream: object) -> None:
+        """Give what draws next a stream of its own. Ranks that are seeded alike have the same."""
+        seed_all(mixed(self._positions.seed, *stream))
 
-        return save_checkpoint
-
-    # The random numbers of everything but loaders
-
-    def _put_back(self) -> None:
-        """Go on with the restored states. Called again until the first step, because more may draw before it."""
-        if self._resumed is not None:
-            put_back_packed(self._resumed, self._device)
-
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = self.trainer.strategy.root_device
-        return device
-
-    # Hooks
-
-    def training_started(self) -> None:
-        self.preemption.listen()
-        self._repeat_epoch_start()
-        for sentence in self._inexact():
-            rank_zero_warn(f"ExactResume: {sentence}")
-        if self._metrics is not None:
-            epoch_metrics.restore_modules(self.trainer, self._metrics)
-            if self.positions.has_ended:
-                epoch_metrics.restore_ended(self.trainer, self._metrics)
-                self._metrics = None
-
-    def _repeat_epoch_start(self) -> None:
-        """Do what happened at the start of this or an earlier epoch, which Lightning leaves out when it resumes."""
-        trainer = self.trainer
-        parameters = list(trainer.lightning_module.parameters())
-        if self._trains is not None and len(self._trains) == len(parameters):  # it may have been unfrozen at an epoch
-            for parameter, trains in zip(parameters, self._trains.tolist(), strict=True):
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._preemption.listen()
+        restored, parameters = self._restored, list(pl_module.parameters())
+        is_within_epoch = restored.get("epoch_is_open", False)
+        # What happened at the start of this or an earlier epoch, and Lightning leaves out when it resumes.
+        if restored and len(restored["trains"]) == len(parameters):  # some may have been unfrozen at an epoch
+            for parameter, trains in zip(parameters, restored["trains"].tolist(), strict=True):
                 parameter.requires_grad_(trains)
-        for callback in trainer.callbacks if self._epoch_is_open else []:
+        for callback in trainer.callbacks if is_within_epoch else []:  # type: ignore[attr-defined]
             if any(base_of(callback, name) for name in ("GradientAccumulationScheduler", "StochasticWeightAveraging")):
-                callback.on_train_epoch_start(trainer, trainer.lightning_module)
+                callback.on_train_epoch_start(trainer, pl_module)
+        for sentence in self._inexact(is_within_epoch):
+            rank_zero_warn(f"ExactResume: {sentence}")
+        if is_within_epoch:
+            epoch_metrics.restore(trainer, restored["metrics"])
 
-    def epoch_started(self) -> None:
-        self._put_back()
-        self._resumed = None
-        self.positions.has_ended = False
-
-    def _batch_started(self) -> None:
-        self._resumed = None
-        compat.end_restart(self.trainer)
-        self.positions.batch_started()
-        self._step_before = self.trainer.global_step
-        if self._is_between_steps:
-            self.preemption.running("a training step")
-
-    def _add_metrics(self) -> None:
-        if self._metrics is not None:
-            epoch_metrics.add_logged(self.trainer, self._metrics)
-
-    def _batch_ended(self) -> None:
-        self._add_metrics()
-        self._point = (self._point[0] + 1, 0)
-        self._is_between_steps = self.trainer.global_step != self._step_before
-        if self.trainer.should_stop and self._is_out_of_time():
-            if self._is_between_steps:
-                self._save("max_time")
-            else:
-                self.trainer.should_stop = False  # the Timer asks again after the next batch
-        self._stop_if_asked()
-        if self._is_between_steps:
-            self.preemption.running("the wait for the next batch")
-
-    def validation_started(self) -> None:
-        self._put_back()
-        self._outside = packed_states(self._device)
-        swapping = self._exchanges_weights()
-        self._holds_other_weights = swapping is not None
-        what = f"validation, in which {swapping} may hold other weights," if swapping else "a validation batch"
-        self.preemption.running(what)
-
-    def validation_batch_ended(self) -> None:
-        self._point = (self._point[0], self._point[1] + 1)
-        if not self._holds_other_weights:
-            self._stop_if_asked()
-            self.preemption.running("a validation batch")
-
-    def validation_ended(self) -> None:
-        if self._outside is not None:
-            put_back_packed(self._outside, self._device)
-            self._outside = None
-        self.preemption.running("the wait for the next batch")
-
-    def epoch_ended(self) -> None:
-        self._add_metrics()
-        self._metrics = None
-        compat.end_restart(self.trainer)
-        self.epoch_started()
-
-    def _inexact(self) -> Iterator[str]:
+    def _inexact(self, is_within_epoch: bool) -> Iterator[str]:
         """Yield what will not be exact in this run, before its first step."""
-        trainer = self.trainer
+        trainer, module = self._trainer, type(self._trainer.lightning_module).__name__
         for loader in compat.loaders_of(trainer.fit_loop):
             yield from inexact(loader)
         saves_in_epoch = any(getattr(saving, "_every_n_train_steps", 0) for saving in trainer.checkpoint_callbacks)
         if saves_in_epoch and self._has_hook:
             yield (
-                f"{type(trainer.lightning_module).__name__}.on_train_batch_end runs after ModelCheckpoint has saved, "
-                "so what it changes is not in the file. Do that in on_train_batch_end of a callback."
+                f"{module}.on_train_batch_end runs after ModelCheckpoint has saved, so what it changes is not in the "
+                "file. Do that in on_train_batch_end of a callback."
             )
-        if self._epoch_is_open and overrides(trainer.lightning_module, "LightningModule", "on_train_epoch_start"):
+        if is_within_epoch and overrides(trainer.lightning_module, "LightningModule", "on_train_epoch_start"):
             yield (
-                f"{type(trainer.lightning_module).__name__}.on_train_epoch_start does not run again in the resumed "
-                "epoch. Whatever it sets must also be set in on_train_start."
+                f"{module}.on_train_epoch_start does not run again in the resumed epoch. Whatever it sets must also be "
+                "set in on_train_start."
             )
         for callback in trainer.callbacks:
             if base_of(callback, "LearningRateFinder") or base_of(callback, "BatchSizeFinder"):
@@ -299,25 +134,71 @@ class _Run:
                 yield f"{name} searches again when the run is resumed. Set the values it found, and remove {name}."
             if base_of(callback, "OnExceptionCheckpoint") or getattr(callback, "save_on_exception", False):
                 yield "A checkpoint saved on an exception is from mid-step, and its batch is not seen again."
-        is_on_gpu = self._device.type == "cuda"
-        if is_on_gpu and not torch.are_deterministic_algorithms_enabled():
+        if trainer.strategy.root_device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
             yield "Kernels on the GPU may round differently in each run. Trainer(deterministic=True) prevents that."
-        seen = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if trainer.ckpt_path and self._resumed is None:
-            again = f" The epoch begins again, and {seen} of its batches are seen twice."
+        if trainer.ckpt_path and not self._restored:
+            seen = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             is_within = 0 < seen < trainer.num_training_batches
-            yield (
-                f"{printable_path(trainer.ckpt_path)} was saved without it, so the random numbers differ."
-                f"{again if is_within else ''}"
-            )
+            again = f" The epoch begins again, and {seen} of its batches are seen twice." if is_within else ""
+            yield f"{printable_path(trainer.ckpt_path)} was saved without it, so the random numbers differ.{again}"
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._positions.has_ended = False
+        self._seed("epoch start", trainer.current_epoch)
+
+    def _batch_started(self) -> None:
+        compat.end_restart(self._trainer)
+        self._positions.batch_started()
+        if not self._positions.places:  # whose passes would have done that
+            self._seed("step", self._trainer.fit_loop.total_batch_idx)
+        self._step_before = self._trainer.global_step
+
+    def _batch_ended(self) -> None:
+        trainer = self._trainer
+        self._point = (self._point[0] + 1, 0)
+        self._is_between_steps = trainer.global_step != self._step_before
+        timers = [callback for callback in trainer.callbacks if base_of(callback, "Timer")]
+        if trainer.should_stop and timers:
+            left = [timer.time_remaining() for timer in timers]
+            is_over = any(seconds is not None and seconds <= 0 for seconds in left)
+            if trainer.strategy.broadcast(is_over):
+                if self._is_between_steps:
+                    self._save("max_time")
+                else:
+                    trainer.should_stop = False  # the Timer asks again after the next batch
+        self._stop_if_asked()
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._preemption.listen()  # in the sanity check, too
+        self._is_validating = True
+        self._seed("validation", trainer.global_step)
+        self._holds_other_weights = any(map(_exchanges_weights, trainer.callbacks))  # type: ignore[attr-defined]
+
+    @override
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._point = (self._point[0], self._point[1] + 1)
+        if not self._holds_other_weights:
+            self._stop_if_asked()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_validating = False
+        self._seed("after validation", trainer.global_step)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        compat.end_restart(trainer)
+        self._positions.has_ended = False
+        self._seed("epoch end", trainer.current_epoch)
 
     # The kill
 
     def _stop_if_asked(self) -> None:
-        preemption = self.preemption
+        preemption = self._preemption
         if self._is_requeued or not preemption.is_due(self._point) or not self._is_between_steps:
             return
-        preemption.running(None)
         name = signal.Signals(preemption.signal or signal.SIGTERM).name
         if preemption.requeue is not None and name != "SIGTERM":
             self._is_requeued = True  # SLURM ends the job
@@ -325,39 +206,16 @@ class _Run:
             return
         if self._point[0]:
             self._save(name)
-            outcome = f"preempted at step {self.trainer.global_step}, saved"
-        else:
-            rank_zero_info(f"{name}: ends before the first step, so there is nothing to save.")
-            outcome = "preempted before the first step"
-        self.finish_saving()
-        stop = lookup(self.trainer, "utilities.exceptions:SIGTERMException")
+        self._finish_saving()
+        stop = lookup(self._trainer, "utilities.exceptions:SIGTERMException")
         # A launcher kills rank 0 if another rank ends with an error. Without a number, Lightning's ends with 0.
-        error = stop(128 + signal.SIGTERM if self.trainer.is_global_zero else 0)
-        error.outcome = outcome
+        error = stop(128 + signal.SIGTERM if self._trainer.is_global_zero else 0)
+        step = self._trainer.global_step
+        error.outcome = f"preempted at step {step}, saved" if self._point[0] else "preempted before the first step"
         raise error
 
-    def _exchanges_weights(self) -> str | None:
-        """Return the name of a callback that may put other weights in place during validation, as averaging does."""
-        for callback in self.trainer.callbacks:
-            kind = type(callback)
-            starts, ends = (
-                any(overrides(callback, "Callback", f"on_validation_{part}{when}") for part in ("", "epoch_"))
-                for when in ("start", "end")
-            )
-            is_lightnings = kind.__module__.startswith(("lightning.", "pytorch_lightning."))
-            is_known = isinstance(callback, GuardedCallback) or (is_lightnings and "Averaging" not in kind.__name__)
-            if starts and ends and not is_known:
-                return kind.__name__
-        return None
-
-    def _is_out_of_time(self) -> bool:
-        timers = [callback for callback in self.trainer.callbacks if base_of(callback, "Timer")]
-        left = [timer.time_remaining() for timer in timers]
-        is_over = any(seconds is not None and seconds <= 0 for seconds in left)
-        return bool(self.trainer.strategy.broadcast(is_over) if timers else False)
-
     def _save(self, why: str) -> None:
-        trainer = self.trainer
+        trainer = self._trainer
         saving = trainer.checkpoint_callback
         folder = getattr(saving, "dirpath", None) or trainer.default_root_dir
         path = os.path.join(folder, "last.ckpt")
@@ -367,18 +225,18 @@ class _Run:
         trainer.save_checkpoint(unfinished)
         self._saved = unfinished, path
         rank_zero_info(
-            f"{why}: saved step {trainer.global_step} to {printable_path(path)} in "
-            f"{self.preemption.last_save_s:.1f} s. To continue, run the same command with fit(..., ckpt_path={path!r})."
+            f"{why}: saved step {trainer.global_step} to {printable_path(path)} in {self._preemption.last_save_s:.1f} "
+            f"s. To continue, run the same command with fit(..., ckpt_path={path!r})."
         )
 
-    def finish_saving(self) -> None:
+    def _finish_saving(self) -> None:
         """Give the file its name. After ``max_time``, only once ModelCheckpoint has saved the state of the end."""
         saved, self._saved = self._saved, None
         if saved is None or saved[0] == saved[1]:
             return
-        self.trainer.strategy.checkpoint_io.teardown()  # waits for a save in the background
-        self.trainer.strategy.barrier()
-        if self.trainer.is_global_zero:
+        self._trainer.strategy.checkpoint_io.teardown()  # waits for a save in the background
+        self._trainer.strategy.barrier()
+        if self._trainer.is_global_zero:
             unfinished, path = saved
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
@@ -388,39 +246,41 @@ class _Run:
 
     # Checkpoints
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        self._add_metrics()
-        ended = self._ended if self._resumed is not None else self.trainer.is_last_batch
-        progress = self.trainer.fit_loop.epoch_progress.total
+        if not self.is_on:
+            return {}
+        trainer = self._trainer
+        progress = trainer.fit_loop.epoch_progress.total
         mine = {
-            **self.positions.state_dict(has_ended=ended),
-            "random": self._resumed or self._outside or packed_states(self._device),
-            "at_end": ended,
+            **self._positions.state_dict(is_last_batch=trainer.is_last_batch),
+            "is_last_batch": trainer.is_last_batch,
             "epoch_is_open": progress.processed < progress.started,
-            "trains": torch.tensor([one.requires_grad for one in self.trainer.lightning_module.parameters()]),
-            "metrics": self._metrics or epoch_metrics.collected(self.trainer),
+            "trains": torch.tensor([parameter.requires_grad for parameter in trainer.lightning_module.parameters()]),
+            "metrics": epoch_metrics.collected(trainer),
         }
         ranks: list[Any] = [mine]
-        if self.trainer.world_size > 1:
-            ranks = [None] * self.trainer.world_size
+        if trainer.world_size > 1:
+            ranks = [None] * trainer.world_size
             torch.distributed.all_gather_object(ranks, mine)
         return {"ranks": ranks}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        saved, ranks = len(state["ranks"]), self.trainer.world_size
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not self.is_on or not state_dict:
+            return
+        saved, ranks = len(state_dict["ranks"]), self._trainer.world_size
         if saved != ranks:
             raise CheckpointMismatchError(
                 f"The checkpoint was saved by {plural(saved, 'rank')}, but this run has {ranks}, which would see other "
                 f"samples. Resume with {plural(saved, 'rank')}, or without ExactResume."
             )
-        mine = state["ranks"][self.trainer.global_rank]
-        self.positions.load_state_dict(mine)
-        self._resumed, self._ended, self._trains = mine["random"], mine["at_end"], mine["trains"]
-        self._epoch_is_open = mine["epoch_is_open"]
-        self.positions.has_ended = self._ended and self._epoch_is_open
-        self._metrics = mine["metrics"] if self._epoch_is_open else None
+        self._restored = mine = state_dict["ranks"][self._trainer.global_rank]
+        self._positions.load_state_dict(mine)
+        self._positions.has_ended = mine["is_last_batch"] and mine["epoch_is_open"]
 
-    def mend_progress(self, checkpoint: dict[str, Any]) -> None:
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Let a resumed run finish a step that was saved before or in its validation, or before its epoch's end.
 
         Lightning leaves these out when it resumes from a checkpoint of ``on_train_batch_end``, and goes on with half of
@@ -434,19 +294,45 @@ class _Run:
         if not batches or not validation:
             return
         if batches["total"]["completed"] == batches["total"]["processed"] - 1:
-            is_due = compat.validation_is_due(self.trainer)
-            if not is_due and not self.trainer.is_last_batch:
+            is_due = compat.validation_is_due(trainer)
+            if not is_due and not trainer.is_last_batch:
                 return
             for counts in batches["total"], batches["current"]:
                 counts["completed"] = counts["processed"]
         else:
-            is_due = self._outside is not None
+            is_due = self._is_validating
         if is_due:  # as in a validation that was interrupted in its first batch
             validation["total"] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
             validation["current"] = dict.fromkeys(validation["current"], 0)
             validation["is_last_batch"] = False
 
-    def close(self) -> None:
-        self.preemption.close()
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()  # keeps its state, which ModelCheckpoint may save after this
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._finish_saving()
+        self._give_up()
+
+    @override
+    def _give_up(self) -> None:
+        self._close()
+        vars(self).clear()
+
+    def _close(self) -> None:
+        self._preemption.close()
         self._patches.undo()
-        self.positions.close()
+        self._positions.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+def _exchanges_weights(callback: Any) -> bool:
+    """Return whether a callback may put other weights in place during validation, as averaging does."""
+    kind = type(callback)
+    is_lightnings = kind.__module__.startswith(("lightning.", "pytorch_lightning."))
+    is_known = isinstance(callback, GuardedCallback) or (is_lightnings and "Averaging" not in kind.__name__)
+    hooks = ("on_validation_start", "on_validation_epoch_start")
+    return not is_known and any(overrides(callback, "Callback", hook) for hook in hooks)

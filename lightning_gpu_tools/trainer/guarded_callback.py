@@ -23,7 +23,9 @@ def warn_that_off(what: str, error: Exception) -> None:
 
 
 class GuardedCallback(Callback):
-    """A callback whose hooks turn their errors into warnings."""
+    """A callback whose hooks turn their errors into warnings. While it is not on, only ``setup`` is called."""
+
+    is_on = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -63,7 +65,7 @@ def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hook)
     def guarded(self: GuardedCallback, *args: Any, **kwargs: Any) -> Any:
         try:
-            return hook(self, *args, **kwargs)
+            return hook(self, *args, **kwargs) if self.is_on or hook.__name__ == "setup" else None
         except Exception as error:
             if not self.survives(error):
                 raise

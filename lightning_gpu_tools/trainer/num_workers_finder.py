@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,8 @@ from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.host import read_host_budget
 from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.loaders.facts import read_loader_facts
-from lightning_gpu_tools.loaders.passes import ContinuedLoader, Loading, continued
-from lightning_gpu_tools.loaders.search import SilentRankError, search
+from lightning_gpu_tools.loaders.passes import ContinuedLoader, Loading, Pass, continued
+from lightning_gpu_tools.loaders.search import SilentRankError, draws_late, search
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.trainer.facts import trains_on_gpu
@@ -37,6 +38,19 @@ from lightning_gpu_tools.units import number_ranges, plural, printable
 _RANKS_TIMEOUT_S = 10.0
 _POLL_S = 0.005
 _OBSTACLE = "The training loader{} is unchanged: {}."
+
+
+class _Adopted(NamedTuple):
+    """A training loader as given to the Trainer, and its stand-in."""
+
+    given: object
+    made: object
+    facts: LoaderFacts  # before the first batch
+    fixed: str | None  # the reason why its settings cannot be changed
+
+    @property
+    def loading(self) -> Loading | None:
+        return self.made.loading if self.fixed is None and isinstance(self.made, ContinuedLoader) else None
 
 
 class NumWorkersFinder(GuardedCallback):
@@ -80,122 +94,56 @@ class NumWorkersFinder(GuardedCallback):
         print(finder.result.settings)
     """
 
+    is_on = False
+
     @checked
     def __init__(self, *, budget_s: float = 30.0, apply: bool = True) -> None:
         check_seconds(budget_s, "budget_s")
         self.budget_s = budget_s
         self.apply = apply
         self.result: LoaderResult | None = None
-        self._fit: _Fit | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         unreal = trainer.fast_dev_run or trainer.overfit_batches or trainer.barebones  # type: ignore[attr-defined]
         is_wanted = stage == "fit" and not is_disabled() and not unreal
-        if is_wanted and not self.is_superfluous(trainer.callbacks):  # type: ignore[attr-defined]
-            self.result = None
-            self._fit = _Fit(trainer, FitSession.of(trainer, self), self)
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None:
-            self._fit.start()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._fit is not None:
-            self._fit.after_step()
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None:
-            self._fit.end()
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._finish()
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._finish()
-
-    def _finish(self) -> None:
-        fit = self._fit
-        if fit is not None:
-            fit.close()
-            self._fit = None  # last: after Ctrl-C during close, this is called again
-            fit.release()
-
-    @override
-    def _give_up(self) -> None:
-        if self._fit is not None:
-            self._fit.release()  # the end of the fit itself may have failed
-            self._fit.give_up()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_fit": None}
-
-
-class _Adopted(NamedTuple):
-    """A training loader as given to the Trainer, and its stand-in."""
-
-    given: object
-    made: object
-    facts: LoaderFacts  # before the first batch
-    fixed: str | None  # the reason why its settings cannot be changed
-
-    @property
-    def loading(self) -> Loading | None:
-        return self.made.loading if self.fixed is None and isinstance(self.made, ContinuedLoader) else None
-
-
-class _Fit:
-    """The training loaders of one fit, and the search for their settings."""
-
-    def __init__(self, trainer: Trainer, session: FitSession, finder: NumWorkersFinder) -> None:
-        self._trainer = trainer
-        self._session = session
-        self._finder = finder
-        self._adopted: dict[int, _Adopted] = {}  # by place
+        if not is_wanted or self.is_superfluous(trainer.callbacks):  # type: ignore[attr-defined]
+            return
+        self.result = None
+        self._trainer: Any = trainer
+        self._session = FitSession.of(trainer, self)
+        self._adopted: dict[int, _Adopted] = {}  # the training loaders, by place
         self._place: int | None = None  # of the next training loader, while loaders are created
         self._tuned: int | None = None  # the place of the loader to tune
         self._study: list[plan.Step] = []
         self._steps = 0
         self._next: Callable[[], None] | None = None
         self._due = plan.STUDY_STEPS
-        self._round = self._ramp_up = 0
-        self._published: dict[str, Any] | None = None
-        self._board: Board | None = None
+        self._ramp_up = 0
+        self._said: list[dict[str, Any]] = []  # to the other ranks
         # Even in a tuner's trials (LearningRateFinder, BatchSizeFinder): training may get their last loader.
         self._patches = Patches()
-        self._patches.put(trainer, "fit_loop.setup_data", self._in_order)
-        self._patches.put(trainer.strategy, "process_dataloader", self._adopting)
+        self._patches.put(trainer, "fit_loop.setup_data", partial(partial, self._set_up_in_order))
+        self._patches.put(trainer.strategy, "process_dataloader", partial(partial, self._process_loader))
+        self.is_on = True
 
-    def _in_order(self, setup_data: Callable[[], None]) -> Callable[[], None]:
-        def setup_in_order() -> None:
-            self._place = 0
-            try:
-                setup_data()
-            finally:
-                self._place = None
+    def _set_up_in_order(self, setup_data: Callable[[], None]) -> None:
+        self._place = 0
+        try:
+            setup_data()
+        finally:
+            self._place = None
 
-        return setup_in_order
-
-    def _adopting(self, process: Callable[[object], object]) -> Callable[[object], object]:
-        def process_dataloader(loader: object) -> object:
-            loader, place = process(loader), self._place
-            if place is None:
-                return loader
-            self._place = place + 1
-            try:
-                return self._adopt(loader, place)
-            except Exception as error:  # noqa: BLE001 - like an error in a hook
-                self._finder.turn_off(error)
-                return loader
-
-        return process_dataloader
+    def _process_loader(self, process: Callable[[object], object], loader: object) -> object:
+        loader, place = process(loader), self._place
+        if place is None:
+            return loader
+        self._place = place + 1
+        try:
+            return self._adopt(loader, place)
+        except Exception as error:  # noqa: BLE001 - like an error in a hook
+            self.turn_off(error)
+            return loader
 
     def _adopt(self, loader: object, place: int) -> object:
         before = self._adopted.get(place)
@@ -207,10 +155,9 @@ class _Fit:
         self._adopted[place] = after = _Adopted(loader, made, facts, fixed)
         replaced = None if before is None else before.loading
         if (loading := after.loading) is not None:
-            loading.is_watched = True
-            loading.fetches = [] if replaced is None else replaced.fetches
+            loading.steps = [] if replaced is None else replaced.steps
             loading.as_own_work = self._as_own_work
-            if replaced is not None and replaced.has_changed:
+            if replaced is not None and replaced.in_use != replaced.original:
                 loading.use(replaced.in_use)
         if replaced is not None:
             replaced.close()
@@ -224,22 +171,19 @@ class _Fit:
     def _loading(self) -> Loading | None:
         return None if self._tuned is None else self._adopted[self._tuned].loading
 
-    @property
-    def result(self) -> LoaderResult | None:
-        return self._finder.result
+    def _set_result(self, found: LoaderResult) -> None:
+        self.result = self._session.loader_result = found
 
-    @result.setter
-    def result(self, found: LoaderResult) -> None:
-        self._finder.result = self._session.loader_result = found
-
-    def start(self) -> None:
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Steps of a tuner's trial do not count.
         for loading in self._loadings:
-            loading.fetches = []
-        self._board = self._session.board("loader")
+            loading.steps = []
+        self._board: Board = self._session.board("loader")
         self._next = self._search
 
-    def after_step(self) -> None:
+    @override
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self._steps += 1
         if self._next is not None and self._steps >= self._due:
             action, self._next = self._next, None
@@ -256,40 +200,37 @@ class _Fit:
     def _gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the facts of all ranks, by rank."""
         board, world_size = self._board, self._trainer.world_size
-        assert board is not None
         if world_size == 1:
             return [facts]
         if not board.is_shared:
             raise SilentRankError("the ranks cannot agree without torch.distributed")
-        self._round += 1
+        # All rounds, because a rank that is behind may not have read the last one.
+        self._said.append(facts)
         began_s, late = time.monotonic(), list(range(world_size))
         while late:
-            board.post(round=self._round, now=facts, before=self._published)
+            board.post(rounds=self._said)
             board.read(late)
-            late = [rank for rank in late if board.entries.get(rank, {}).get("round", 0) < self._round]
+            late = [rank for rank in late if len(board.entries.get(rank, {}).get("rounds", [])) < len(self._said)]
             waited_s = time.monotonic() - began_s
-            if late and waited_s > self._finder.budget_s + _RANKS_TIMEOUT_S:
+            if late and waited_s > self.budget_s + _RANKS_TIMEOUT_S:
                 raise SilentRankError(f"rank{'s' * (len(late) > 1)} {number_ranges(late)} did not respond")
             if late:
                 time.sleep(max(_POLL_S, waited_s / 8))
-        self._published = facts
-        # A rank that has read all of this round may already have published the next one.
-        rounds = {self._round: "now", self._round + 1: "before"}
-        found: list[dict[str, Any]] = [one[rounds[one["round"]]] for _, one in sorted(board.entries.items())]
-        return found
+        return [entry["rounds"][len(self._said) - 1] for _, entry in sorted(board.entries.items())]
 
     def _search(self) -> None:
         trainer, run = self._trainer, self._session.run
-        studies = {
-            place: list(plan.without_first_steps(plan.steps_between(one.loading.fetches or [])))
-            for place, one in self._adopted.items()
-            if one.loading is not None and one.loading.has_begun
-        }
-        self._tuned = self._slowest({place: plan.wait_s(study) for place, study in studies.items()})
+        studies: dict[int, list[plan.Step]] = {}
+        for place, one in self._adopted.items():
+            if one.loading is not None:
+                steps, one.loading.steps = one.loading.steps or [], None
+                if one.loading.has_begun:
+                    studies[place] = steps[plan.WARM_UP_STEPS :] or steps
+        self._tuned = self._slowest(
+            {place: fmean([step.wait_s for step in study] or [0.0]) for place, study in studies.items()}
+        )
         loading = self._loading
         self._study = [] if self._tuned is None else studies.get(self._tuned, [])
-        for one in self._loadings:
-            one.fetches = None
         obstacle, nothing = self._obstacle(loading)
         threads = torch.get_num_threads()
         cost = None if obstacle or not loading else plan.step_cost(self._study, threads, loading.original)._asdict()
@@ -303,16 +244,16 @@ class _Fit:
             return
         given = self._adopted[self._tuned].given
         assert isinstance(given, DataLoader)
-        _say(f"training pauses for at most {self._finder.budget_s:g} s to try DataLoader settings.")
+        _say(f"training pauses for at most {self.budget_s:g} s to try DataLoader settings.")
         found = search(
             given,
             # Ranks wait for each other inside the step, so the shortest time is that of the step itself.
             step=plan.Step(**min((facts["step"] for facts in all_facts), key=lambda cost: float(cost["step_s"]))),
             host=read_host_budget(local_ranks=run.place.local_ranks),
             cuda=trains_on_gpu(trainer),
-            budget_s=self._finder.budget_s,
+            budget_s=self.budget_s,
             # Workers cannot outlive an epoch whose loader is recreated.
-            epoch_steps=None if trainer.reload_dataloaders_every_n_epochs else run.epoch_steps,  # type: ignore[attr-defined]
+            epoch_steps=None if trainer.reload_dataloaders_every_n_epochs else run.epoch_steps,
             bar=trainer.is_global_zero and trainer.progress_bar_callback is not None,
             gather=self._gather,
         )
@@ -349,81 +290,78 @@ class _Fit:
         if self._tuned is None:
             return "there is no loader", None
         one = self._adopted[self._tuned]
+        made: Any = one.made
         if loading is None or not loading.has_begun:
-            return one.fixed or f"a {type(one.made).__qualname__} has its own iteration", None
+            return one.fixed or f"a {type(made).__qualname__} has its own iteration", None
         if not self._study:
             return "its epochs are too short to measure a step", None
-        obstacle = why_not_switched(one.facts, read_loader_facts(one.made)) or loading.obstacle()
+        obstacle = why_not_switched(one.facts, read_loader_facts(made))
+        if obstacle is None and loading.new_pass is Pass and draws_late(made):
+            obstacle = "its sampler draws random numbers during the epoch, and other settings would draw them earlier"
         return obstacle, plan.why_no_search(self._study)
 
     def _use(self, loading: Loading, found: LoaderResult) -> None:
         chosen, reason = found.settings, found.reason
-        applied = chosen is not None and chosen != found.original and self._finder.apply
+        applied = chosen is not None and chosen != found.original and self.apply
         if chosen is not None and applied:
             self._try_in_use(loading, chosen, chosen, partial(self._confirm, loading, chosen))
-            if loading.moved_draws:
-                reason += (
-                    " Random numbers that the dataset draws (augmentation) now come from the workers instead of the "
-                    "training process."
-                )
+            if chosen.num_workers and not loading.original.num_workers:
+                reason += " Random numbers that the dataset draws (augmentation) now come from the workers."
         if self._name:
             reason += f" The loader is{self._name}."
-        self.result = found = dataclasses.replace(found, applied=applied, reason=reason)
-        self._show(found)
+        self._set_result(dataclasses.replace(found, applied=applied, reason=reason))
+        for trial in found.trials:
+            if trial.failed is not None:
+                _say(f"{_settings_text(trial.settings)}: {trial.failed}")
+        for trial in combined(found.trials):
+            _say(f"{_settings_text(trial.settings)}: {trial.batches_per_s or 0.0:.4g} batches/s")
+        if chosen is not None:
+            state = "is now in use" if applied else "was found, but not applied"
+            state = "is unchanged" if chosen == found.original else state
+            _say(f"{_settings_text(chosen)} {state}. {reason}")
 
     def _try_in_use(
         self, loading: Loading, settings: LoaderSettings, chosen: LoaderSettings, then: Callable[[], None]
     ) -> None:
         loading.use(settings)
-        loading.fetches = []
+        loading.steps = []
         self._ramp_up = plan.ramp_up(settings)
         self._due = self._steps + self._ramp_up + plan.confirm_steps(loading.original, chosen)
         self._next = then
 
-    def _steps_in_use(self, loading: Loading) -> list[plan.Step]:
-        steps, loading.fetches = plan.steps_between(loading.fetches or [])[self._ramp_up :], None
-        return steps
+    def _confirm(self, loading: Loading, chosen: LoaderSettings, tried: list[plan.Step] | None = None) -> None:
+        """Keep the settings if their steps take no longer than before.
 
-    def _confirm(self, loading: Loading, chosen: LoaderSettings) -> None:
-        """Keep the settings if their steps take no longer than before; otherwise compare again."""
-        steps = self._steps_in_use(loading)
-        slower = bool(steps) and plan.step_to_step_s(steps) > plan.step_to_step_s(self._study)
-        all_facts = self._gather({"fault": loading.fault, "slower": slower})
-        if self._failed(all_facts):
-            return
-        if any(facts["slower"] for facts in all_facts):
-            # Other programs may have slowed the machine down, so try the original settings for as many steps.
-            self._try_in_use(loading, loading.original, chosen, partial(self._compare, loading, chosen, steps))
-        elif steps:
-            self._change(confirmed=True, wait_share=plan.wait_share(steps))
-
-    def _compare(self, loading: Loading, chosen: LoaderSettings, tried: list[plan.Step]) -> None:
-        """Keep the original settings only if their steps are now faster by more than noise explains."""
-        slower = plan.why_slower(tried, self._steps_in_use(loading), loading.original, chosen)
-        all_facts = self._gather({"fault": loading.fault, "slower": slower})
-        if self._failed(all_facts):
-            return
-        why = next((facts["slower"] for facts in all_facts if facts["slower"]), None)
-        if why:
-            self._revert(f"The new settings were slower in use: {why}")
+        Otherwise other programs may have slowed the machine down, so the original settings are used for as many steps.
+        They are kept if these are faster than the ``tried`` ones by more than noise explains.
+        """
+        steps, loading.steps = (loading.steps or [])[self._ramp_up :], None
+        slower: str | bool | None
+        if tried is None:
+            slower = bool(steps) and plan.step_to_step_s(steps) > plan.step_to_step_s(self._study)
         else:
-            loading.use(chosen)
-            self._change(confirmed=True, wait_share=plan.wait_share(tried))
-
-    def _failed(self, all_facts: list[dict[str, Any]]) -> bool:
-        """Restore the original settings if they failed on any rank."""
+            slower = plan.why_slower(tried, steps, loading.original, chosen)
+        all_facts = self._gather({"fault": loading.fault, "slower": slower})
         fault = next((facts["fault"] for facts in all_facts if facts["fault"]), None)
+        why = next((facts["slower"] for facts in all_facts if facts["slower"]), None)
         if fault:
             self._revert(f"The new settings failed in use ({fault})")
-        return fault is not None
+        elif why and tried is not None:
+            self._revert(f"The new settings were slower in use: {why}")
+        elif why:
+            self._try_in_use(loading, loading.original, chosen, partial(self._confirm, loading, chosen, steps))
+        elif tried is not None or steps:
+            if tried is not None:
+                loading.use(chosen)
+            self._change(confirmed=True, wait_share=plan.wait_share(tried or steps))
 
     def _change(self, **changes: Any) -> None:
         if self.result is not None:
-            self.result = dataclasses.replace(self.result, **changes)
+            self._set_result(dataclasses.replace(self.result, **changes))
 
     def _revert(self, why: str) -> None:
         for loading in self._loadings:
-            loading.fetches = None
+            loading.steps = None
             if loading.in_use != loading.original:
                 loading.use(loading.original)
         result = self.result
@@ -434,34 +372,14 @@ class _Fit:
             rank_zero_warn(f"NumWorkersFinder: {why}")
 
     def _leave(self, reason: str) -> None:
-        places = list(self._adopted) if self._tuned is None else [self._tuned]
-        given = self._adopted[places[0]].given if places else None
-        original = settings_of(given) if isinstance(given, DataLoader) else None
+        one = self._adopted.get(self._tuned or 0)
+        original = settings_of(one.given) if one is not None and isinstance(one.given, DataLoader) else None
         share = plan.wait_share(self._study) if self._study else None
-        self.result = LoaderResult(original=original, settings=original, reason=reason, wait_share=share)
+        self._set_result(LoaderResult(original=original, settings=original, reason=reason, wait_share=share))
         _say(reason)
 
-    def _show(self, result: LoaderResult) -> None:
-        for trial in result.trials:
-            if trial.failed is not None:
-                _say(f"{_settings_text(trial.settings)}: {trial.failed}")
-        for trial in combined(result.trials):
-            _say(f"{_settings_text(trial.settings)}: {trial.batches_per_s or 0.0:.4g} batches/s")
-        if result.settings is None:
-            return
-        state = "is now in use" if result.applied else "was found, but not applied"
-        if result.settings == result.original:
-            state = "is unchanged"
-        _say(f"{_settings_text(result.settings)} {state}. {result.reason}")
-
-    def give_up(self) -> None:
-        self._next = None
-        self._revert("An error occurred")
-
-    def release(self) -> None:
-        self._session.release(self._finder)
-
-    def end(self) -> None:
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Before the report is created.
         for loading in self._loadings:
             if loading.fault is not None:
@@ -472,11 +390,29 @@ class _Fit:
         if self.result is None:
             self._leave(f"Training ended after {plural(self._steps, 'step')}, but a search needs {plan.STUDY_STEPS}.")
 
-    def close(self) -> None:
-        # May be called again after Ctrl-C, for the parts that the first call did not reach.
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._finish()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._finish()
+
+    def _finish(self) -> None:
         self._patches.undo()
         for loading in self._loadings:
             loading.close()
+        self._session.release(self)
+        self.__dict__ = self.__getstate__()  # last: after Ctrl-C during close, this is called again
+
+    @override
+    def _give_up(self) -> None:
+        self._session.release(self)  # the end of the fit itself may have failed
+        self._next = None
+        self._revert("An error occurred")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"budget_s": self.budget_s, "apply": self.apply, "result": self.result}
 
 
 def _say(text: str) -> None:

@@ -4,7 +4,7 @@ A point is the end of a training or validation batch: (training batches, validat
 only notes the points that it reaches. A thread of each rank watches for the request of any rank, publishes the last
 point that its rank has reached, and takes the highest of all. The first point after that is the same on all ranks: a
 rank that comes to a point between its publication and the agreement waits for the agreement. The thread of rank 0 also
-says what runs until then, in case the time of grace is shorter.
+says at once what the save waits for, in case the time of grace is shorter.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ _POLL_S = 0.25  # our default: a request may be this late, of the usual 30 s or 
 _AGREE_TIMEOUT_S = 20.0  # our default: a rank that has not answered by then is lost, and saving would hang
 _SIGNALS = tuple(vars(signal)[name] for name in ("SIGTERM", "SIGUSR1") if name in vars(signal))  # Windows: one
 
-Point = tuple[int, int]
-
 
 class Preemption:
     """The signals that ask this run to stop, and the point at which it does. Ends with :meth:`close`."""
@@ -40,18 +38,14 @@ class Preemption:
         self.requeue: Callable[[], object] | None = None  # saves and requeues the job, if SLURM has a signal for that
         self._trainer = trainer
         self._asked: int | None = None
-        self._ranks = range(trainer.world_size)
         self._key = f"lightning_gpu_tools/stop/{name}"
         self._store = store
-        self._reached: Point = (0, 0)
-        self._published = False
-        self._lock = threading.Lock()  # guards the two fields above
+        self._reached, self._reached_s = (0, 0), time.monotonic()
+        self._is_published = False
         self._agreed = threading.Event()
-        self._last: Point | None = None  # the highest point that a rank had reached
-        self._running: tuple[str | None, float]
+        self._last = (0, 0)  # the highest point that a rank had reached, once the ranks have agreed
         self._jobs = BackgroundJobs()
         self._patches = Patches()
-        self.running("set-up")
         self._jobs.add("Watching for a request to stop", self._watch)
 
     def listen(self) -> None:
@@ -75,56 +69,48 @@ class Preemption:
         """Return the signal that this rank got, from this or, before :meth:`listen`, from Lightning's handler."""
         return self._asked or (signal.SIGTERM if self._trainer.received_sigterm else None)
 
-    def running(self, what: str | None) -> None:
-        """Note what begins, at whose end there is a point; ``None``: the run stops now."""
-        self._running = what, time.monotonic()
-
-    def is_due(self, point: Point) -> bool:
+    def is_due(self, point: tuple[int, int]) -> bool:
         """Return whether the run stops at this point, which has been reached."""
-        with self._lock:
-            self._reached = point
-            published = self._published
-        if len(self._ranks) == 1:
+        self._reached_s = time.monotonic()
+        if self._store is None:
             self.signal = self._request()
             return self.signal is not None
-        if not published:
-            return False
-        return self._agreed.wait(_AGREE_TIMEOUT_S) and self._last is not None and point > self._last
+        # Set first, and published first in the thread: either the thread sees this point, or this one waits for it.
+        self._reached = point
+        return self._is_published and self._agreed.wait(_AGREE_TIMEOUT_S) and point > self._last
 
     def _watch(self) -> float:
         """Publish and read points once a rank has been asked. Runs in a thread."""
         store, flag, request = self._store, f"{self._key}/flag", self._request()
-        if len(self._ranks) == 1:
+        if store is None:
             if request is None:
                 return _POLL_S
-            self._say(request)
+            if self.signal is None:  # else it saves already
+                self._say(request)
             return math.inf
-        if request is not None and not self._published:
+        if request is not None and not self._is_published:
             store.set(flag, str(request))
         if not store.check([flag]):
             return _POLL_S
-        if not self._published:
-            with self._lock:
-                self._published, reached = True, self._reached
-            store.set(f"{self._key}/{self._trainer.global_rank}", json.dumps(reached))
+        if not self._is_published:
+            self._is_published = True
+            store.set(f"{self._key}/{self._trainer.global_rank}", json.dumps(self._reached))
             self._say(int(store.get(flag)))
-        keys = [f"{self._key}/{rank}" for rank in self._ranks]
+        keys = [f"{self._key}/{rank}" for rank in range(self._trainer.world_size)]
         if not store.check(keys):
             return _POLL_S / 10
-        self._last = max((tuple(json.loads(value)) for value in store.multi_get(keys)), default=None)
+        self._last = max(tuple(json.loads(value)) for value in store.multi_get(keys))
         self.signal = int(store.get(flag))
         self._agreed.set()
         return math.inf
 
     def _say(self, request: int) -> None:
         """Say on rank 0 what the save waits for."""
-        what, since_s = self._running
-        if what is not None:
-            last = "" if self.last_save_s is None else f" The last save took {self.last_save_s:.1f} s."
-            rank_zero_info(
-                f"{signal.Signals(request).name}: {what} has been running for {time.monotonic() - since_s:.1f} s, "
-                f"and the run saves after that.{last}"
-            )
+        last = "" if self.last_save_s is None else f" The last save took {self.last_save_s:.1f} s."
+        rank_zero_info(
+            f"{signal.Signals(request).name}: the run saves once the current step or validation batch has ended. The "
+            f"last one ended {time.monotonic() - self._reached_s:.1f} s ago.{last}"
+        )
 
     def close(self) -> None:
         """Put the signal handlers back."""

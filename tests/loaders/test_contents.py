@@ -1,4 +1,4 @@
-"""Contents of a dataset: whether workers can have copies of them, and whether they have changed; and of a batch."""
+"""Contents of a dataset, and whether they have changed; and of a batch."""
 
 from __future__ import annotations
 

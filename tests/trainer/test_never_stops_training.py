@@ -123,7 +123,7 @@ def test_a_fault_in_any_hook_changes_nothing(
 @pytest.mark.parametrize(
     "function",
     [
-        num_workers_finder._Fit._adopt,
+        num_workers_finder.NumWorkersFinder._adopt,
         num_workers_finder.search,
         Loading.close,
         FitSession.begin,

@@ -119,7 +119,7 @@ def test_weights_that_are_exchanged_for_validation_are_not_saved(
             while self.asked and said not in caplog.text and time.monotonic() < gives_up_s:
                 time.sleep(0.01)
 
-    said = "SIGTERM: validation, in which Swap may hold other weights, has been running for "
+    said = "SIGTERM: the run saves once the current step or validation batch has ended. The last one ended "
     model = validated()
     with pytest.raises(SystemExit):
         train(tmp_path, model, 7, more=[Heard(12, "on_validation_batch_end"), Swap()], saves=False)

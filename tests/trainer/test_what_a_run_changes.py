@@ -27,7 +27,6 @@ RARE = {
     "fit_loop.epoch_loop.manual_optimization.run",
     "gc.isenabled()",
     "lightning-gpu-tools-...",
-    "numpy.random.get_bit_generator()",  # where the finder has not taken the loading to workers
     "strategy.backward",
     "strategy.load_checkpoint",
     "strategy.optimizer_step",
