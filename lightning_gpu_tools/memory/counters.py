@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter  # by name: a program's tests may replace those of `time`
@@ -87,7 +88,6 @@ class MemoryCounters:
         self.next_step = 1.0  # the next one to read, by the clock
         self._spent_s = 0.0
         self._moments: dict[str, MemoryReading] = {}
-        self._batch_step = 0  # the step whose batch has not been recorded yet
         self._batch_shape: tuple[int, ...] = ()
         self._facts: RankMemory | None = None  # None if CUDA had not started: nothing trains on the GPU
         self._total_bytes = 0
@@ -129,12 +129,13 @@ class MemoryCounters:
         noted = after(partial(self.note, "after_backward", "backward"), function)
         return before(partial(self.note, "before_backward", "forward"), noted)
 
-    def begin_step(self) -> None:
-        """Begin a step, and read the counters if it is the next one to read."""
+    def begin_step(self, shape: Callable[[], tuple[int, ...] | None] = lambda: None) -> None:
+        """Begin a step, and read the counters and the ``shape`` of its batch if it is the next one to read."""
         if self._clock.steps >= self.next_step:
             self._spent_s, self._moments, self._replays = 0.0, {}, self._clock.replays
-            self._batch_step, self._batch_shape = self._clock.steps, ()
-            self.is_reading = True
+            self.is_reading, self._batch_shape = True, ()
+            with suppress(Exception):  # of an odd batch
+                self._batch_shape = shape() or ()
             self.note("begin", "training")
             self._steps_read += 1
             # The allocations of all steps that may be replayed are recorded, those of later ones less and less often.
@@ -167,23 +168,6 @@ class MemoryCounters:
         """Read the counters when validation begins or training continues."""
         if self._facts is not None:
             self._do(self._read, "training" if phase == "validation" else "validation")
-
-    @property
-    def wants_batch(self) -> bool:
-        """Whether the shape of the current step's batch has not been recorded yet."""
-        return self._batch_step == self._clock.steps
-
-    def note_batch(self, shape: tuple[int, ...] | None) -> None:
-        """Record the shape of the current step's batch."""
-        self._batch_step, self._batch_shape = 0, shape or ()
-        facts = self._facts
-        if not self.is_reading and facts is not None and facts.last_step is not None:
-            # A Trainer passes the batch after the step has ended.
-            last = replace(facts.last_step, batch_shape=self._batch_shape)
-            first = last if facts.last_step is facts.first_step else facts.first_step
-            self._facts = replace(facts, first_step=first, last_step=last)
-            if self._recorded and self._recorded[-1].step == last.step:
-                self._recorded[-1] = replace(self._recorded[-1], batch_shape=self._batch_shape)
 
     def note_failure(self, kept_bytes: int | None, when_it_failed: MemoryReading | None) -> None:
         """Record the counters when memory ran out, and the bytes in tensors when the last step before it began."""

@@ -20,7 +20,6 @@ from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
-    CAPTURED,
     EPOCH_START,
     FORWARD,
     OPTIMIZER,
@@ -179,7 +178,7 @@ def _by_part(phase_s: Mapping[str, float]) -> defaultdict[str, float]:
     """Return the time by part of a step. Zeroing and clipping gradients belongs to the optimizer."""
     found: defaultdict[str, float] = defaultdict(float)
     for phase, seconds in phase_s.items():
-        if phase in (FORWARD, CAPTURED):
+        if phase == FORWARD:
             part = "forward"
         elif is_backward(phase):
             part = "backward"

@@ -19,7 +19,7 @@ from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import resident_memory_bytes
-from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape, first_tensor
+from lightning_gpu_tools.loaders.settings import batch_bytes, first_tensor
 from lightning_gpu_tools.memory.history import MemoryHistory
 from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.runs.ranks import Ranks, own_step, own_waits
@@ -145,8 +145,6 @@ class RunRecorder:
             self._clock.times.batch_items = None
             first = batch if isinstance(batch, torch.Tensor) else first_tensor(batch)
             self._clock.times.batch_items = None if first is None else first.numel()
-            if self.memory is not None and self.memory.wants_batch:
-                self.memory.note_batch(batch_shape(first))
             if self.batch_bytes is None:
                 self.batch_bytes = batch_bytes(batch)
         except Exception as error:  # noqa: BLE001 - an odd batch must not stop measuring the rest

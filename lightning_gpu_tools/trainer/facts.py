@@ -331,11 +331,6 @@ class LoopRun:
         """Drop all references to the loop."""
         self._given, self.loaders, self.optimizers, self._iterators = None, [], [], {}
 
-    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record an optimizer that makes a step."""
-        if optimizer not in self.optimizers:
-            self.optimizers.append(optimizer)
-
     @property
     def loader(self) -> DataLoader[Any] | None:
         """The slowest loader in use, if it is a ``torch.utils.data.DataLoader``."""

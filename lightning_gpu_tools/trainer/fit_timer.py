@@ -15,6 +15,7 @@ import torch
 from typing_extensions import override
 
 from lightning_gpu_tools.gpus.watch import Phase
+from lightning_gpu_tools.loaders.settings import batch_shape, first_tensor
 from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.patches import Patches, after, before
 from lightning_gpu_tools.runs.ending import Ending
@@ -103,9 +104,7 @@ class FitTimer(Timer):
         self._step_ended = step_ended
         self._ending = ending
         self.fault: Exception | None = None
-        self.rank_waits = RankWaits(
-            clock, lambda: trainer.lightning_module.parameters() if self._run.is_plain_ddp else ()
-        )
+        self.rank_waits = RankWaits(clock)
         self.memory: MemoryCounters | None = None
         self.names = OF_FIT
         self._trainer = trainer
@@ -332,7 +331,7 @@ def _measured_step(
         if clock.steps >= ending.next_step:
             clock.as_own_work(ending.begin_step, compat.batch_of_step(args))
         if clock.steps >= memory.next_step:
-            memory.begin_step()
+            memory.begin_step(lambda: batch_shape(first_tensor(compat.batch_of_step(args))))
         if gpu.is_next_sampled:
             gpu.begin_step(first_part)
         try:

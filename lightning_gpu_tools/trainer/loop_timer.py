@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gpu_tools.gpus.watch import Phase
-from lightning_gpu_tools.loaders.settings import GET_ITERATOR
+from lightning_gpu_tools.loaders.settings import GET_ITERATOR, batch_shape, first_tensor
 from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.runs.run import Timer
@@ -52,8 +52,7 @@ class LoopTimer(Timer):
     counts as code that a Trainer would have in callbacks. A loop that fetches a batch in another loop's step, before an
     optimizer step, loads data for that step, as in ``zip(run.batches(a), run.batches(b))``. Once training has had
     gradients, a loop without gradients is validation, and so is one whose first batches have no backward, from the
-    next batch on. A step that replays a CUDA graph without a backward of its own is one part, from the second such step
-    on.
+    next batch on.
 
     ``enter`` is called with the phase when validation begins and when training resumes, ``after_step`` after each step,
     before the next one begins.
@@ -70,7 +69,7 @@ class LoopTimer(Timer):
         after_step: Callable[[], None],
     ) -> None:
         self.fault: Exception | None = None
-        self.rank_waits = RankWaits(clock, lambda: run.weights() if run.is_plain_ddp else ())
+        self.rank_waits = RankWaits(clock)
         self.worker_lines = WorkerLines()
         self._run = run
         self._fabric = fabric
@@ -80,23 +79,19 @@ class LoopTimer(Timer):
         self._thread = threading.get_ident()
         self._patches, self._on_loader = Patches(), Patches()
         self._forward, self._backward = clock.account(phases.FORWARD), clock.account(phases.BACKWARD)
-        self._optimizer, self._captured = clock.account(phases.OPTIMIZER), clock.account(phases.CAPTURED)
-        self._rest, self._after = clock.account(phases.TRAINING_STEP), clock.account(AFTER_OPTIMIZER)
-        self._in_step = {self._forward, self._captured, self._backward, self._optimizer, self._rest, self._after}
+        self._optimizer, self._rest = clock.account(phases.OPTIMIZER), clock.account(phases.TRAINING_STEP)
+        self._after = clock.account(AFTER_OPTIMIZER)
+        self._in_step = {self._forward, self._backward, self._optimizer, self._rest, self._after}
         self._outside, self._data_loading = clock.account(phases.OUTSIDE_LOOP), clock.account(phases.DATA_LOADING)
         self._epoch_start, self._validation = clock.account(phases.EPOCH_START), clock.account(phases.VALIDATION)
         self._gpu = self.rank_waits.gpu = None if run.gpu is None else clock.measure_gpu(run.gpu)
         self.memory = MemoryCounters(run, clock) if run.gpus else None
-        self._counting: Loop | None = None
-        self._fetching: Loop | None = None
-        self._step_is_open = False
-        self._gpu_is_in_step = False
+        self._counting: Loop | None = None  # whose batches are steps
+        self._fetching: Loop | None = None  # the same one, during a fetch
+        self._step_is_open = self._gpu_is_in_step = False
         self._asides = 0
-        self._has_trained = self._has_evaluated = False
-        self._is_captured = self._had_backward = False
-        self._replays = 0  # before the current step
-        self._is_kept_from_compiler = False
-        self._optimizer_depth = self._optimizer_steps = 0
+        self._has_trained = self._had_backward = False
+        self._optimizer_steps = 0  # in this step
         self._usual_optimizer_steps = 1
         self._untrained, self._most_untrained = 0, 1  # batches up to the next backward: now, and at most
         self._evaluates: dict[int, Callable[[], object]] = {}  # by id, loaders whose batches had no backward
@@ -115,9 +110,10 @@ class LoopTimer(Timer):
         ):
             self._patches.at_undo(register(partial(self._safely, act)).remove)
         put(torch.utils.data, WORKER_LOOP, self.worker_lines.sampled)
-        put(torch.autograd, "backward", self._meeting_backward)
         if self._run.place.world_size > 1:
+            put(torch.autograd, "backward", self.rank_waits.around_backward)
             put(torch.distributed, "Work.wait", self.rank_waits.timed)
+        put(torch.autograd, "backward", self._timed_backward)
         if self._gpu is not None:
             put(torch.cuda, "CUDAGraph.replay", self._gpu.counted)
         if self._fabric is not None:
@@ -143,6 +139,7 @@ class LoopTimer(Timer):
     def open(self, loop: Loop) -> None:
         """Begin a pass, before its iterator is created."""
         loader = loop.loader
+        compat.keep_from_compiler()
         if self._is_elsewhere():
             loop.is_validation = self._clock.current is self._validation and threading.get_ident() == self._thread
             return
@@ -160,8 +157,9 @@ class LoopTimer(Timer):
             self._run.follow_also(loader)
         for place, one in enumerate(self._run.loaders):
             if place >= known and isinstance(one.loader, DataLoader):
-                self._run.note_iterator(place, compat.kept_iterator(one.loader))
-                self._on_loader.put(one.loader, GET_ITERATOR, partial(self._remembering, place))
+                note = partial(self._run.note_iterator, place)
+                note(getattr(one.loader, "_iterator", None))  # of persistent workers
+                self._on_loader.put(one.loader, GET_ITERATOR, partial(_noted, note))
 
     def _begin_validation(self, loop: Loop) -> None:
         loop.is_validation = True
@@ -170,14 +168,6 @@ class LoopTimer(Timer):
         self._run.note_validation(loop.loader)
         self._clock.validation_waits.begin()
         loop.around = self._clock.switch(self._validation)
-
-    def _remembering(self, place: int, get_iterator: Callable[[], object]) -> Callable[[], object]:
-        def remembered() -> object:
-            iterator = get_iterator()
-            self._run.note_iterator(place, iterator)
-            return iterator
-
-        return remembered
 
     def opened(self, loop: Loop) -> None:
         """Continue a pass once its iterator has been created."""
@@ -210,7 +200,7 @@ class LoopTimer(Timer):
         self._counting = self._fetching = loop
         clock.begin_fetch()
 
-    def end_fetch(self, loop: Loop) -> bool:
+    def end_fetch(self, loop: Loop, batch: object) -> bool:
         """End the fetch of a batch; return whether a step begins with it."""
         if loop.is_validation:
             self._clock.validation_waits.fetched()
@@ -222,19 +212,13 @@ class LoopTimer(Timer):
             return False
         self._clock.end_fetch()
         self._fetching = None
-        self._step_is_open = True
-        self._optimizer_depth = self._optimizer_steps = 0
-        self._had_backward, self._replays = False, self._clock.replays
-        self._is_kept_from_compiler = self._is_kept_from_compiler or compat.keep_from_compiler()
-        begins = self._captured if self._is_captured else self._forward
-        if not self._has_trained and not torch.is_grad_enabled():
-            self._has_evaluated = True
+        self._step_is_open, self._optimizer_steps, self._had_backward = True, 0, False
         if self._gpu is not None:
-            self._gpu.begin_step(begins.phase)
+            self._gpu.begin_step(phases.FORWARD)
             self._gpu_is_in_step = True
         if self.memory is not None:
-            self.memory.begin_step()
-        self._clock.switch(begins)
+            self.memory.begin_step(lambda: batch_shape(first_tensor(batch)))
+        self._clock.switch(self._forward)
         return True
 
     def close(self, loop: Loop) -> None:
@@ -267,11 +251,8 @@ class LoopTimer(Timer):
         if self._step_is_open:
             self._step_is_open = False
             self._end_gpu_step()
-            self._is_captured = self._clock.replays > self._replays and not self._had_backward
-            if self._is_captured:
-                self._note_training()
             self._untrained += 1
-            if self._is_captured or self._had_backward or self._optimizer_steps:
+            if self._had_backward or self._optimizer_steps:
                 self._most_untrained = max(self._most_untrained, self._untrained)
                 self._untrained = 0
                 if self._counting is not None:
@@ -333,20 +314,8 @@ class LoopTimer(Timer):
     def _note_training(self) -> None:
         if not self._has_trained:
             self._has_trained = True
-            if self._has_evaluated:  # steps of another kind
+            if self._clock.steps > 1:  # an evaluation before training: steps of another kind
                 self._clock.begin_anew()
-
-    def _meeting_backward(self, backward: _Function) -> _Function:
-        """Return ``torch.autograd.backward``, timed, with its wait for other ranks kept separate."""
-        timed = self._timed_backward(backward)
-        if self._run.place.world_size == 1:
-            return timed
-        meeting = self._timed_backward(self.rank_waits.around_backward(backward))
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            return (meeting if args else timed)(*args, **kwargs)
-
-        return called
 
     def _timed_backward(self, backward: _Function) -> _Function:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -381,15 +350,12 @@ class LoopTimer(Timer):
         if not self._is_in_step():
             return
         self._note_training()
-        self._run.note_optimizer(optimizer)
-        self._optimizer_depth += 1  # a subclass may call the step of its base
+        if optimizer not in self._run.optimizers:
+            self._run.optimizers.append(optimizer)
         self._go_on(self._optimizer)
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._optimizer_depth or not self._is_in_step():
-            return
-        self._optimizer_depth -= 1
-        if self._optimizer_depth:
+        if not self._is_in_step():
             return
         self._optimizer_steps += 1
         self._run.optimizer_steps += 1
@@ -397,3 +363,12 @@ class LoopTimer(Timer):
         self._go_on(self._after if is_last else self._forward)
         if is_last:
             self._end_gpu_step()
+
+
+def _noted(note: Callable[[object], None], get_iterator: Callable[[], object]) -> Callable[[], object]:
+    def noted() -> object:
+        iterator = get_iterator()
+        note(iterator)
+        return iterator
+
+    return noted

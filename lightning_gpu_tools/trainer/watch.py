@@ -212,7 +212,7 @@ class _Training:
 
     def end_fetch(self, loop: Loop, batch: object) -> None:
         session = self.session
-        if self.timer.end_fetch(loop):
+        if self.timer.end_fetch(loop, batch):
             session.ending.begin_step(batch)
             session.begin().note_batch(batch)
         elif loop.is_validation:

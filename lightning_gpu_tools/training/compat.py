@@ -86,11 +86,6 @@ def missing_of_iterator(iterator: object) -> set[str]:
     return {f"{type(iterator).__name__}.{name}" for name in _OF_ITERATOR if not hasattr(iterator, name)}
 
 
-def kept_iterator(loader: object) -> object | None:
-    """Return the iterator of persistent workers. Without it, they are not watched."""
-    return getattr(loader, "_iterator", None)
-
-
 def workers(iterator: object) -> list[BaseProcess]:
     """Return the workers of a DataLoader's iterator. Without it, they are not watched."""
     return list(getattr(iterator, "_workers", None) or ())
@@ -209,26 +204,6 @@ def gpu_sleep() -> Any:
 def queue_in_backward() -> Any:
     """Return the function that queues an autograd callback. Without it, backward includes its wait for other ranks."""
     return getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
-
-
-def accumulation(weight: torch.Tensor) -> Any:
-    """Return the node of the autograd graph that accumulates a weight's gradient.
-
-    Without it, the same as without ``collectives_started``.
-    """
-    return torch.autograd.graph.get_gradient_edge(weight).node
-
-
-def collectives_started() -> int:
-    """Return the number of collectives of the default process group so far; 0 if it does not count them.
-
-    Without it, the GPU's time in backward is not compared between ranks from torch 2.15 on.
-    """
-    count = getattr(torch.distributed.group.WORLD, "_get_sequence_number_for_group", int)
-    try:
-        return int(count())
-    except RuntimeError:  # a backend without numbers
-        return 0
 
 
 def waits_for_each_bucket() -> bool:

@@ -28,7 +28,6 @@ from lightning_gpu_tools.training.gpu_gaps import Gap, HostTime, idle_by_phase, 
 from lightning_gpu_tools.training.gpu_work import Hold, Part, Work, by_phase
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
-    CAPTURED,
     DATA_LOADING,
     FORWARD,
     OPTIMIZER,
@@ -56,7 +55,7 @@ _MAX_LAST_STEPS = 64
 _MAX_RANK_WAITS = 32  # steps, which ranks publish
 # After these samples, one step is watched and the next one held: often at first, and 16 times in total.
 _WATCH_AFTER = frozenset(2**power for power in range(16))
-_HELD = frozenset({FORWARD, BACKWARD, OPTIMIZER, CAPTURED, AFTER_STEP, BEFORE_STEP})
+_HELD = frozenset({FORWARD, BACKWARD, OPTIMIZER, AFTER_STEP, BEFORE_STEP})
 _MIN_MEASURED = 2  # measurements needed to report the GPU's work
 _CYCLES_PER_S = 1e9  # of the GPU's sleep, until it has been timed; GPUs run at 1 to 2 GHz
 # torch returns the time between events in milliseconds as a 32-bit float, which loses 4 µs after a minute.
@@ -182,7 +181,7 @@ class GpuTimeline:
     @property
     def own_step_s(self) -> float:
         """GPU seconds in forward, backward, and optimizer over the sampled steps."""
-        return sum(self._step_s.get(phase, 0.0) for phase in (FORWARD, BACKWARD, OPTIMIZER, CAPTURED))
+        return sum(self._step_s.get(phase, 0.0) for phase in (FORWARD, BACKWARD, OPTIMIZER))
 
     def facts(self) -> IdleTimes:
         """Return the measurements so far."""

@@ -13,7 +13,6 @@ BACKWARD = "training_step/backward"
 OPTIMIZER = "training_step/optimizer"
 ZERO_GRAD = "training_step/zero_grad"
 GRADIENT_CLIPPING = "training_step/gradient_clipping"
-CAPTURED = "training_step/CUDA graph"  # forward, backward and optimizer in one, of a loop without a Trainer
 RANK_WAIT_IN_STEP = "training_step/waiting for other ranks"
 GRADIENT_SCALER = "training_step/gradient_scaler"
 VALIDATION = "validation"

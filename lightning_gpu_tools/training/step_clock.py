@@ -20,7 +20,6 @@ from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.training.cores import ThreadWait
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.phases import (
-    CAPTURED,
     CHECKPOINT,
     DATA_LOADING,
     EPOCH_START,
@@ -140,7 +139,7 @@ class StepClock(Stopwatch):
         """Return the parts of a step that could not be timed; ``has_compiled`` if torch.compile has."""
         found = []
         has_backward = any(map(is_backward, self.seconds))
-        if CAPTURED in self.seconds or (self.replays and not has_backward):
+        if self.replays and not has_backward:
             found.append("the parts of a step inside a CUDA graph")
         elif OPTIMIZER in self.seconds and not has_backward and has_compiled:
             found.append("backward inside compiled code")
