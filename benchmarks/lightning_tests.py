@@ -99,7 +99,7 @@ _turned_off: list[str] = []
 def pytest_configure(config: pytest.Config) -> None:
     import lightning.pytorch as pl
 
-    from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
+    from lightning_gpu_tools.trainer.families import GuardedCallback
 
     run, turn_off = pl.Trainer._run, GuardedCallback.turn_off
 

@@ -11,9 +11,9 @@ from typing import Literal
 
 from lightning_gpu_tools.advice.idle_time import idle_residual
 from lightning_gpu_tools.advice.lines import top_line_sentence, top_source_lines
+from lightning_gpu_tools.training.dataset import Storage
 from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.training.storage import Storage
 from lightning_gpu_tools.units import format_duration, printable, printable_path
 
 Verdict = Literal["healthy", "low", "too_short", "shared_gpu", "unknown", "out_of_memory"]

@@ -22,8 +22,7 @@ from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.reports.gpu_table import gpu_lines, gpu_sentences
 from lightning_gpu_tools.reports.last_run import claim_sentence
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, Report
-from lightning_gpu_tools.training.phases import IN_WORKER, RANK_WAIT, TRAINING_STEP, UNEXPLAINED
-from lightning_gpu_tools.training.startup import STARTUP_PARTS
+from lightning_gpu_tools.training.phases import IN_WORKER, RANK_WAIT, STARTUP_PARTS, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, line_width, plural, printable, wrapped
 
 _EARLY_WARNINGS = {name for name, cause in MEMORY_CAUSES.items() if cause.find_early is not None}

@@ -18,6 +18,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.training.background import SafeReader
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
     EPOCH_START,
@@ -32,7 +33,6 @@ from lightning_gpu_tools.training.phases import (
 from lightning_gpu_tools.training.rank_exchange import Entry, RankExchange, RankPlace
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import HeldContext, RankStep, SourceLine, StepBlock
-from lightning_gpu_tools.training.safe_reader import SafeReader
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.units import number_ranges
 

@@ -20,8 +20,8 @@ from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.selection.visibility import shown_uuid
 from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.background import SafeReader
 from lightning_gpu_tools.training.run_measurements import HeldContext
-from lightning_gpu_tools.training.safe_reader import SafeReader
 
 
 def gpu_readings(devices: Iterable[torch.device]) -> tuple[GpuReading, ...]:

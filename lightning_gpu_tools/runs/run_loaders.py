@@ -19,9 +19,9 @@ from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.inside import Inside
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.training.background import SafeReader
 from lightning_gpu_tools.training.cores import growth_per
 from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoaderSettings, LoadingFacts
-from lightning_gpu_tools.training.safe_reader import SafeReader
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 

@@ -27,9 +27,10 @@ from lightning_gpu_tools.runs.run import Run, Timer
 from lightning_gpu_tools.runs.run_gpus import RunGpus, mean_utilization
 from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.background import SafeReader
 from lightning_gpu_tools.training.compilations import Compilations
 from lightning_gpu_tools.training.cores import CoreUse, CoreUsers
-from lightning_gpu_tools.training.dataset_growth import DatasetGrowth
+from lightning_gpu_tools.training.dataset import DatasetGrowth, Storage, path_of_data, storage_of
 from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.run_measurements import (
     HeldContext,
@@ -39,9 +40,7 @@ from lightning_gpu_tools.training.run_measurements import (
     SourceLine,
     StepBlock,
 )
-from lightning_gpu_tools.training.safe_reader import SafeReader
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
-from lightning_gpu_tools.training.storage import Storage, path_of_data, storage_of
 
 # Our defaults.
 _WARM_UP_POLL_S = 0.4  # until the memory that the first steps fill, such as caches, is there

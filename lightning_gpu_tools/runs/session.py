@@ -29,8 +29,7 @@ from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.rank_exchange import Board
-from lightning_gpu_tools.training.startup import Startup
-from lightning_gpu_tools.training.step_clock import StepClock
+from lightning_gpu_tools.training.step_clock import Startup, StepClock
 
 _trainings = itertools.count()  # in the same order on all ranks
 _LOG_EVERY_S = 1.0  # our default: at most this often, unless the GPUs are polled more often

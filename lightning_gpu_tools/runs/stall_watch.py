@@ -31,12 +31,12 @@ from lightning_gpu_tools.reports.report import FILE_NAME
 from lightning_gpu_tools.runs.notify import notify
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
-from lightning_gpu_tools.training.collective_record import called_collectives
 from lightning_gpu_tools.training.phases import CHECKPOINT, base_phase
 from lightning_gpu_tools.training.rank_exchange import Board, RankPlace
 from lightning_gpu_tools.training.stacks import (
     WorkerStacks,
     activity,
+    called_collectives,
     cpu_seconds,
     frames_of,
     io_counters,

@@ -42,8 +42,14 @@ from lightning_gpu_tools.errors import (
 from lightning_gpu_tools.files import remove
 from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.families import Callback, CheckpointIO, LightningModule, Trainer, overrides
-from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
+from lightning_gpu_tools.trainer.families import (
+    Callback,
+    CheckpointIO,
+    GuardedCallback,
+    LightningModule,
+    Trainer,
+    overrides,
+)
 from lightning_gpu_tools.trainer.import_hooks import FABRICS, when_imported
 from lightning_gpu_tools.trainer.load_from_checkpoint import as_lightning_checkpoint
 from lightning_gpu_tools.units import printable, printable_path

@@ -21,8 +21,7 @@ from lightning_gpu_tools.loaders.random_states import mixed, seed_all
 from lightning_gpu_tools.loaders.resumable import Positions, inexact, is_resumable
 from lightning_gpu_tools.patches import Patches, after, before
 from lightning_gpu_tools.trainer import compat, epoch_metrics
-from lightning_gpu_tools.trainer.families import LightningModule, Trainer, base_of, lookup, overrides
-from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
+from lightning_gpu_tools.trainer.families import GuardedCallback, LightningModule, Trainer, base_of, lookup, overrides
 from lightning_gpu_tools.trainer.preemption import Preemption
 from lightning_gpu_tools.training.compat import default_store, own_store
 from lightning_gpu_tools.units import plural, printable_path

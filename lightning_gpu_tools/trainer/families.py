@@ -1,4 +1,4 @@
-"""One public class for all of Lightning's packages.
+"""One public class for all of Lightning's packages, and a guard that keeps our errors from ending training.
 
 Lightning exists twice, as ``lightning`` and as ``pytorch_lightning`` with ``lightning_fabric``, each with a Trainer and
 a Fabric. These four families have the same code in different classes, and a Trainer takes callbacks, plugins and
@@ -16,11 +16,18 @@ import functools
 import importlib
 import pkgutil
 import sys
+import traceback
 import types
 from abc import ABC
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from lightning_gpu_tools.trainer.import_hooks import FABRICS, FAMILIES, TRAINERS, when_imported
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_gpu_tools.loaders.workers import is_of_dead_worker
+from lightning_gpu_tools.trainer.import_hooks import FABRICS, FAMILIES, TRAINERS, only_warn, when_imported
+from lightning_gpu_tools.units import printable
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -137,3 +144,61 @@ def _imported_or_error(cls: type, part: str, name: str, families: tuple[str, ...
     if not found:
         raise ImportError(f"Import lightning or pytorch_lightning before you create a {cls.__name__}.")
     return found
+
+
+def warn_that_off(what: str, error: Exception) -> None:
+    """Warn that ``what`` is off because of an error in it."""
+    text = printable("".join(traceback.format_exception_only(error)).strip(), max_length=200)
+    only_warn(f"{what}, because of an internal error: {text}")
+
+
+class GuardedCallback(Callback):
+    """A callback whose hooks turn their errors into warnings. While it is not on, only ``setup`` is called."""
+
+    is_on = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, hook in list(vars(cls).items()):
+            if callable(hook) and (name.startswith("on_") or name in ("setup", "teardown")):
+                setattr(cls, name, _guarded(hook))
+
+    def _give_up(self) -> None:
+        """Do nothing more in this run."""
+
+    def is_superfluous(self, callbacks: Sequence[Callback]) -> bool:
+        """Return whether an earlier callback is of the same class, and warn: two would report everything twice."""
+        same = [one for one in callbacks if type(one) is type(self) and not getattr(one, "yields", False)]
+        if self in same[:1] or self not in same:
+            return False
+        name = type(self).__name__
+        rank_zero_only(only_warn)(
+            f"The Trainer has {len(same)} callbacks of type {name}, and only the first is active. Remove the others."
+        )
+        return True
+
+    def survives(self, error: Exception) -> bool:
+        """Give up after an error in a hook, unless the error is training's own."""
+        if is_of_dead_worker(error):  # raised anywhere in the main thread
+            return False
+        self.turn_off(error)
+        return True
+
+    def turn_off(self, error: Exception) -> None:
+        """Give up after an error, and warn."""
+        with suppress(Exception):  # may fail for the same reason
+            self._give_up()
+        rank_zero_only(warn_that_off)(f"{type(self).__name__} is off for the rest of this run, without a report", error)
+
+
+def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def guarded(self: GuardedCallback, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(self, *args, **kwargs) if self.is_on or hook.__name__ == "setup" else None
+        except Exception as error:
+            if not self.survives(error):
+                raise
+            return None
+
+    return guarded

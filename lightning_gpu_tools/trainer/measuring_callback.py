@@ -17,9 +17,16 @@ from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import TrainerRun, run_of
-from lightning_gpu_tools.trainer.families import Callback, LightningModule, Trainer, front_of, lookup, overrides
+from lightning_gpu_tools.trainer.families import (
+    Callback,
+    GuardedCallback,
+    LightningModule,
+    Trainer,
+    front_of,
+    lookup,
+    overrides,
+)
 from lightning_gpu_tools.trainer.fit_timer import EvaluationTimer, FitTimer
-from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
 from lightning_gpu_tools.training.run_measurements import Stage
 from lightning_gpu_tools.training.step_clock import StepClock

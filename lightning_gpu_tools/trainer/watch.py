@@ -27,7 +27,7 @@ from lightning_gpu_tools.runs.run_report import (
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.stall_watch import StallAfter, check_stall_after
 from lightning_gpu_tools.trainer.facts import FabricRun, LoopRun
-from lightning_gpu_tools.trainer.guarded_callback import warn_that_off
+from lightning_gpu_tools.trainer.families import warn_that_off
 from lightning_gpu_tools.trainer.loop_timer import Loop, LoopTimer
 from lightning_gpu_tools.training.phases import MONITORING
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S

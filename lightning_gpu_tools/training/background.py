@@ -1,13 +1,15 @@
-"""A single thread that runs small periodic jobs during training."""
+"""A thread that runs small periodic jobs during training, and a reader of facts that may fail."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic  # by name: a program's tests may replace those of `time`
+from typing import TypeVar
 
 from lightning_gpu_tools.units import printable
 
@@ -15,6 +17,7 @@ from lightning_gpu_tools.units import printable
 _RETRY_S = 60.0  # after that, a full disk may have space again
 _TIMEOUT_S = 10.0  # for a job that hangs, for example on a dead file server
 
+_Fact = TypeVar("_Fact")
 _Job = Callable[[], float]
 
 
@@ -91,3 +94,23 @@ class BackgroundJobs:
                     return entry
                 self._changed.wait(min(wait_s, threading.TIMEOUT_MAX))
         return None
+
+
+class SafeReader:
+    """A reader of facts, for any thread: one that cannot be read is left out, and listed in the report."""
+
+    def __init__(self) -> None:
+        self.unread: dict[str, str] = {}  # names of facts that could not be read, and the reason
+
+    def read(self, what: str, read: Callable[[], _Fact], missing: _Fact) -> _Fact:
+        """Return a fact, or ``missing`` if reading it raises an error (a new torch, a driver, an odd batch)."""
+        try:
+            return read()
+        except Exception as error:  # noqa: BLE001 - the rest can still be measured
+            self.note_unread(what, error)
+            return missing
+
+    def note_unread(self, what: str, error: Exception) -> None:
+        """Record a fact that could not be read."""
+        # As text, because its frames would keep a batch; with this function, because str(error) may raise.
+        self.unread[what] = printable("".join(traceback.format_exception_only(error)).strip(), 200)

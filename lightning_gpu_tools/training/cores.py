@@ -25,8 +25,8 @@ from lightning_gpu_tools.host import (
     read_host_budget,
 )
 from lightning_gpu_tools.processes import TICKS_PER_S, read_kernel_file
+from lightning_gpu_tools.training.background import SafeReader
 from lightning_gpu_tools.training.run_measurements import CoreFacts, CoreUser, LoadingFacts, StepBlock
-from lightning_gpu_tools.training.safe_reader import SafeReader
 from lightning_gpu_tools.training.stacks import ThreadTimes, added_times, thread_times
 from lightning_gpu_tools.units import user_name
 

@@ -24,8 +24,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.gpu_gaps import Gap, HostTime, idle_by_phase, rank_wait_s, without_work
-from lightning_gpu_tools.training.gpu_work import Hold, Part, Work, by_phase
+from lightning_gpu_tools.training.gpu_work import (
+    Gap,
+    Hold,
+    HostTime,
+    Part,
+    Work,
+    by_phase,
+    idle_by_phase,
+    rank_wait_s,
+    without_work,
+)
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
     DATA_LOADING,
@@ -38,8 +47,8 @@ from lightning_gpu_tools.training.phases import (
     base_phase,
 )
 from lightning_gpu_tools.training.run_measurements import IdleTimes
+from lightning_gpu_tools.training.source_lines import SyncLines
 from lightning_gpu_tools.training.stopwatch import Stopwatch
-from lightning_gpu_tools.training.sync_lines import SyncLines
 
 # Parts between two steps that may launch kernels: callbacks after a step, and hooks that receive the next batch.
 AFTER_STEP, BEFORE_STEP = "after a step", "before a step"

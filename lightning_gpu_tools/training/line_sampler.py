@@ -33,7 +33,7 @@ from lightning_gpu_tools.files import scratch_prefix
 from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
-from lightning_gpu_tools.training.dataset_growth import DatasetGrowth, GrownAttribute
+from lightning_gpu_tools.training.dataset import DatasetGrowth, GrownAttribute
 from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, MONITORING, PAUSES, base_phase, is_backward
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.source_lines import LineCounts, line_of

@@ -89,3 +89,15 @@ def rank_wait_in(phase: str) -> str:
     """Return the phase of waiting for other ranks within another phase."""
     base = base_phase(phase)
     return phase if base == RANK_WAIT else f"{RANK_WAIT}/{PHASES[base].label}"
+
+
+# The parts of the time until the first step is done, in their order, and their labels in the report.
+STARTUP_PARTS = {
+    "own_code": "imports and own code",  # before the setup of the run; includes Lightning's prepare_data
+    "setup": "setup",
+    "sanity_check": "sanity check",
+    "first_batch": "first batch",
+    "compilation": "compiling",
+    "first_step": "the step itself",
+    "other": "other",
+}

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training import phases
-from lightning_gpu_tools.training.dataset_growth import GrownAttribute
+from lightning_gpu_tools.training.dataset import GrownAttribute, Storage
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
-from lightning_gpu_tools.training.storage import Storage
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.memory.readings import MemoryGrowth, RankMemory

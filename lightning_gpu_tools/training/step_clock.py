@@ -6,9 +6,11 @@ The phases add up to the wall time; untimed parts are ``unexplained``.
 from __future__ import annotations
 
 import gc
+import itertools
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter  # by name: a program's tests may replace those of `time`
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 
 from lightning_gpu_tools.patches import Patches
+from lightning_gpu_tools.processes import process_age_s
 from lightning_gpu_tools.training.cores import ThreadWait
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.phases import (
@@ -27,8 +30,10 @@ from lightning_gpu_tools.training.phases import (
     MONITORING,
     OPTIMIZER,
     PAUSES,
+    TRAINING_STEP,
     UNEXPLAINED,
     VALIDATION,
+    base_phase,
     is_backward,
 )
 from lightning_gpu_tools.training.run_measurements import IdleTimes, StepBlock, WatchedSteps
@@ -341,3 +346,42 @@ class StepClock(Stopwatch):
             gpu_step_s=0.0 if self._gpu is None else self._gpu.own_step_s,
             phase_s=self.seconds,
         )
+
+
+_runs = itertools.count()  # of this process
+
+
+class Startup:
+    """The time until the first step of a run is done: from the start of the process, or of a later run."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self.parts_s: Mapping[str, float] = {}  # adds up to the whole; empty until the first step is done
+        self._clock = clock
+        self._began_s = self._checked_s = clock.now_s
+        self._check_s = 0.0
+        is_prompt = "ipykernel" in sys.modules or hasattr(sys, "ps1")  # where a person thinks between two cells
+        self._own_code_s = None if next(_runs) or is_prompt else process_age_s()
+
+    def begin_sanity_check(self) -> None:
+        """Begin Lightning's validation before training."""
+        self._checked_s = self._clock.now_s
+
+    def end_sanity_check(self) -> None:
+        """End it."""
+        self._check_s = self._clock.now_s - self._checked_s
+
+    def end(self, compilation_s: float) -> None:
+        """Record the parts at the end of the first step, of which torch.compile took so long."""
+        phase_s, total_s = self._clock.so_far(), self._clock.now_s - self._began_s
+        step_s = sum(seconds for phase, seconds in phase_s.items() if base_phase(phase) == TRAINING_STEP)
+        compilation_s = min(compilation_s, step_s)
+        parts_s = {
+            "setup": max(0.0, total_s - self._clock.wall_s - self._check_s),
+            "sanity_check": self._check_s,
+            "first_batch": phase_s.get(EPOCH_START, 0.0) + phase_s.get(DATA_LOADING, 0.0),
+            "compilation": compilation_s,
+            "first_step": step_s - compilation_s,
+        }
+        parts_s["other"] = max(0.0, total_s - sum(parts_s.values()))
+        known = {"own_code": self._own_code_s or 0.0, **parts_s}
+        self.parts_s = {name: seconds for name, seconds in known.items() if seconds}

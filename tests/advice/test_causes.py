@@ -34,7 +34,6 @@ from lightning_gpu_tools.training.run_measurements import (
     RunMeasurements,
     SourceLine,
 )
-from lightning_gpu_tools.training.storage import Storage
 
 
 def validated(ms: float, **options: Any) -> RunMeasurements:

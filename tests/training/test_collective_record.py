@@ -13,7 +13,7 @@ import torch
 from rank_processes import run_ranks
 
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.collective_record import called_collectives
+from lightning_gpu_tools.training.stacks import called_collectives
 
 distributed = torch.distributed
 HAS_RECORD = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")

@@ -20,8 +20,8 @@ from trainings import Model, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationMonitor
 from lightning_gpu_tools.advice.diagnosis import early_warnings
 from lightning_gpu_tools.memory import history
-from lightning_gpu_tools.training import dataset_growth
-from lightning_gpu_tools.training.dataset_growth import DatasetGrowth
+from lightning_gpu_tools.training import dataset as of_datasets
+from lightning_gpu_tools.training.dataset import DatasetGrowth
 
 MIB = 2**20
 KEPT = 300_000
@@ -71,7 +71,7 @@ class UntilGrown(Callback):
 
 def train(folder: Path, rank: int, workers: int, **dataset: Any) -> None:
     history._WORKERS_EVERY, history._EARLY_INTERVAL_S, history._MIN_POINTS_PER_PART = 1, 0.05, 1
-    dataset_growth._EVERY_S = 0.2
+    of_datasets._EVERY_S = 0.2
     monitor = GPUUtilizationMonitor()
     until = UntilGrown(monitor, "workers" if workers else "process", is_to_blame="outside" not in dataset)
     trainer = quiet_trainer(folder, callbacks=[monitor, until], max_steps=10_000)

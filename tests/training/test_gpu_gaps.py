@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.training.gpu_gaps import Gap, HostTime, idle_by_phase, without_work
+from lightning_gpu_tools.training.gpu_work import Gap, HostTime, idle_by_phase, without_work
 
 PHASES = [("callback/A", 2.0), ("trainer", 1.0), ("data_loading", 3.0), ("host_to_device_copy", 1.0)]  # from 3 to 10
 

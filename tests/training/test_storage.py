@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_gpu_tools.processes import mount_of, read_mounts
-from lightning_gpu_tools.training.storage import Storage, path_of_data, storage_of
+from lightning_gpu_tools.training.dataset import Storage, path_of_data, storage_of
 
 
 class Folder(Dataset[torch.Tensor]):
