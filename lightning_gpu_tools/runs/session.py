@@ -71,8 +71,7 @@ class Session:
         self._warned: set[str] = set()
         self.has_finished = False
         self.diagnosis: Diagnosis | None = None  # the last one, of a run that has finished
-        # A rank that begins the next run must not replace entries of this run that rank 0 has not read yet.
-        self._name = f"training {next(_trainings) % 2 if run.place.world_size > 1 else 0}"
+        self._name = f"training {next(_trainings)}" if run.place.world_size > 1 else ""
         self.timer = timer(self.clock, self._enter)
 
     @property

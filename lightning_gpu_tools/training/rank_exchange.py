@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from time import monotonic  # by name: a program's tests may replace those of `time`
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ _FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0  # publishing interval: the first,
 _GATHER = 1 / 2  # of that interval: when entries are read after publishing
 _POLL_S = 0.005
 _ANSWER_S = 1.0  # wait for the store after a failure
-_FIRST_ENTRIES = 12  # posts in which a rank that started before rank 0 looks up the name of the run
 
 Entry = dict[str, Any]
 
@@ -38,31 +37,22 @@ class RankPlace(NamedTuple):
     node: int = 0
     local_ranks: int = 1  # on its node
 
-    @property
-    def mates(self) -> Sequence[int]:
-        """The other ranks of its node if it is the node's first rank, else none."""
-        last = self.rank + self.local_ranks if self.local_rank == 0 else 0
-        return range(self.rank + 1, min(last, self.world_size))
-
 
 class Board:
     """A board on which each rank of a job has one entry that the others can read. No call waits for another rank.
 
-    An entry holds ``rank``, ``node``, an increasing ``turn``, the posted facts, and the name of the run. Rank 0 creates
-    that name; entries that an earlier start of the job left in the store are ignored.
+    An entry holds ``rank``, ``node``, an increasing ``turn``, and the posted facts. ``name`` is a new one for each run,
+    because entries stay in the store.
     """
 
     def __init__(self, name: str, place: RankPlace, store: Any) -> None:
         self.entries: dict[int, Entry] = {}  # by rank, the last entry that was read
         self._place = place
-        self._name = name
+        # torchrun keeps its store when it starts the ranks again.
+        self._name = f"lightning_gpu_tools/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}"
         self._store = store if place.world_size > 1 else None
         self._turn = 0
-        self.run = ""  # its name, once known
         self._there: set[str] = set()
-        if place.rank == 0:
-            self.run = uuid.uuid4().hex
-            self._set("run", self.run)
 
     @property
     def is_shared(self) -> bool:
@@ -73,51 +63,34 @@ class Board:
         """Replace this rank's entry with facts for JSON."""
         place = self._place
         self._turn += 1
-        if self._turn <= _FIRST_ENTRIES:
-            self._fetch(())
-        entry = {"run": self.run, "rank": place.rank, "node": place.node, "turn": self._turn, **facts}
+        entry = {"rank": place.rank, "node": place.node, "turn": self._turn, **facts}
         self.entries[place.rank] = entry
-        self._set(f"rank {place.rank}", json.dumps(entry))
+        if self._store is not None:
+            try:
+                self._store.set(f"{self._name}/{place.rank}", json.dumps(entry))
+            except RuntimeError:  # the store's host is gone
+                self._store = None
 
     def read(self, ranks: Iterable[int]) -> None:
         """Read the entries of these ranks in one request."""
-        for value in self._fetch([f"rank {rank}" for rank in ranks]):
+        keys, store = [f"{self._name}/{rank}" for rank in ranks], self._store
+        if store is None:
+            return
+        try:
+            self._there |= _existing(store, [key for key in keys if key not in self._there])
+            there = [key for key in keys if key in self._there]
+            values: list[bytes] = store.multi_get(there) if there else []
+        except RuntimeError:
+            self._store = None
+            return
+        for value in values:
             entry = json.loads(value)
-            if entry["run"] == self.run:
-                self.entries[entry["rank"]] = entry
+            self.entries[entry["rank"]] = entry
             time.sleep(0)  # releases the GIL to the training thread
 
     def read_all(self) -> None:
         """Read the entries of all other ranks."""
         self.read(rank for rank in range(self._place.world_size) if rank != self._place.rank)
-
-    def _key(self, name: str) -> str:
-        return f"lightning_gpu_tools/{self._name}/{name}"
-
-    def _set(self, name: str, value: str) -> None:
-        if self._store is not None:
-            try:
-                self._store.set(self._key(name), value)
-            except RuntimeError:  # the store's host is gone
-                self._store = None
-
-    def _fetch(self, names: Iterable[str]) -> list[bytes]:
-        """Return the existing values of these names, and update the name of the run."""
-        keys, store = [self._key(name) for name in ("run", *names)], self._store
-        if store is None:
-            return []
-        try:
-            self._there |= _existing(store, [key for key in keys if key not in self._there])
-            there = [key for key in keys if key in self._there]
-            values: list[bytes] = store.multi_get(there) if there else []
-        except RuntimeError:  # the store's host is gone
-            self._store = None
-            return []
-        if keys[0] in self._there:
-            run = values.pop(0).decode()
-            if run != self.run:
-                self.run, self.entries = run, {}
-        return values
 
 
 def _existing(store: Any, keys: list[str]) -> set[str]:
@@ -174,8 +147,7 @@ class RankExchange(BackgroundJobs):
 
     def read_node(self) -> None:
         """Wait at most a second until each rank of this node has an entry here."""
-        there, first = threading.Event(), self._place.rank - self._place.local_rank
-        ranks = range(first, min(first + self._place.local_ranks, self._place.world_size))
+        there, ranks = threading.Event(), self._ranks_of_node()
 
         def read() -> float:
             self._board.read(rank for rank in ranks if rank not in self._board.entries)
@@ -216,7 +188,6 @@ class RankExchange(BackgroundJobs):
         if self._is_new:
             self._is_new = False
             self._board.post(**self._facts)
-            self._is_new |= not self._board.run  # others ignore it, because rank 0 had not begun
             self._gather_s = min(self._gather_s, monotonic() + _GATHER * self._interval_s)
         if ending is not None:
             return self._end(*ending)
@@ -227,16 +198,17 @@ class RankExchange(BackgroundJobs):
             self._wanted_s = now_s + self._interval_s
         if now_s >= self._gather_s:
             self._gather_s = math.inf
-            self._gather()
+            if self._place.rank == 0:
+                self._board.read_all()
+                self._receive(self.entries())
+            elif self._place.local_rank == 0:
+                self._board.read(self._ranks_of_node())
         return min(self._wanted_s, self._gather_s) - monotonic()
 
-    def _gather(self) -> None:
+    def _ranks_of_node(self) -> range:
         place = self._place
-        if place.rank == 0:
-            self._board.read_all()
-            self._receive(self.entries())
-        elif place.local_rank == 0:
-            self._board.read(place.mates)
+        first = place.rank - place.local_rank
+        return range(first, min(first + place.local_ranks, place.world_size))
 
     def _end(self, since_s: float, limit_s: float) -> float:
         """Gather the last entries as they arrive."""
