@@ -129,7 +129,7 @@ class Recorder:
 
     def _cuda_starts(self) -> None:
         self._memory.start("all")
-        attach = compat.out_of_memory_observer()
+        attach = compat.find(compat.OUT_OF_MEMORY_OBSERVER)
         if attach is not None:
             with contextlib.suppress(RuntimeError):  # cudaMallocAsync does not support it
                 attach(self._out_of_memory)

@@ -32,7 +32,7 @@ class MemoryRecorder:
 
     def start(self, what: Literal["state", "all"]) -> None:
         """Record the stacks of new blocks (``"state"``), or of all allocations and their order (``"all"``)."""
-        record, is_recording = compat.memory_recorder(), compat.is_recording_memory()
+        record, is_recording = compat.find(compat.MEMORY_RECORDER), compat.find(compat.IS_RECORDING_MEMORY)
         with suppress(RuntimeError):  # cudaMallocAsync keeps no record
             if record is not None and is_recording is not None and (self.is_recording or not is_recording()):
                 record(what, context="alloc", stacks="python", max_entries=_MAX_EVENTS if what == "all" else 1)
@@ -43,7 +43,7 @@ class MemoryRecorder:
         if self.is_recording:
             self.is_recording = False
             with suppress(RuntimeError):  # CUDA itself may have failed
-                compat.memory_recorder()(enabled=None)
+                compat.find(compat.MEMORY_RECORDER)(enabled=None)
 
 
 def _segments(gpu: torch.device) -> list[dict[str, Any]]:

@@ -99,8 +99,6 @@ class MemoryCounters:
         self._records_step = False
         self._replays = 0  # of CUDA graphs before the step that is read
         self.usual: set[int] = set()  # addresses of recorded blocks that the optimizer's first step has left
-        self._earlier: set[int] = set()  # addresses of blocks from before training
-        self._batch: set[int] = set()  # of blocks allocated between then and the step, until holdings are known
         self._gradients_bytes = 0
         self._optimizer_steps = training.optimizer_steps
         self._do(self._begin)
@@ -111,7 +109,6 @@ class MemoryCounters:
             self.next_step = math.inf
             return
         held = count_holdings(self._training)
-        self._earlier = {one.address for one in live_blocks(self._gpu)}
         self._total_bytes = torch.cuda.get_device_properties(self._gpu).total_memory
         self._facts = RankMemory(
             latest=before,
@@ -214,8 +211,6 @@ class MemoryCounters:
     def _note(self, moment: str, phase: str) -> None:
         self._moments.setdefault(moment, self._read(phase))
         facts = self._known
-        if moment == "begin" and facts.holdings is None:
-            self._batch = {one.address for one in live_blocks(self._gpu)} - self._earlier
         if moment == "after_backward" and not self._gradients_bytes:
             self._gradients_bytes = count_gradients(self._training)
         elif moment == "begin" and facts.holdings is not None and facts.last_step is facts.first_step:
@@ -274,7 +269,7 @@ class MemoryCounters:
         optimized = self._training.optimizer_steps - self._optimizer_steps
         has_state = any(one.state for one in self._training.optimizers)
         if facts.holdings is None and optimized >= (1 if has_state else _MAX_SKIPPED_STEPS):
-            held = count_holdings(self._training, self._batch)
+            held = count_holdings(self._training)
             held = replace(held, gradients_bytes=max(held.gradients_bytes, self._gradients_bytes))
             self.usual = {one.address for one in live_blocks(self._gpu) if one.stack}
             free_bytes, _ = torch.cuda.mem_get_info(self._gpu)

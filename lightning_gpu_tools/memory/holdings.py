@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -24,40 +24,26 @@ _HOPPER = 9  # major compute capability, from which on workspaces are larger
 class Training(Protocol):
     """The parts of a run that hold memory; ``None`` = unknown, or none."""
 
+    gpu: torch.device | None  # on which this rank trains; None if it is not NVIDIA's
+    module: torch.nn.Module | None
+    optimizer_steps: int  # that the optimizers have made, including earlier fits
+    precision: str | None  # such as "32-true"
+
     @property
     def device(self) -> torch.device:
         """The device on which this rank trains."""
-
-    @property
-    def gpu(self) -> torch.device | None:
-        """The same device if it is an NVIDIA GPU."""
-
-    @property
-    def module(self) -> torch.nn.Module | None:
-        """The model."""
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """The optimizers."""
 
     @property
-    def optimizer_steps(self) -> int:
-        """The number of steps they have made, including earlier fits."""
-
-    @property
     def is_plain_ddp(self) -> bool:
         """Whether ranks meet only at the end of backward, and not in every layer as with FSDP or DeepSpeed."""
 
-    @property
-    def precision(self) -> str | None:
-        """The precision, such as ``"32-true"``."""
 
-
-def count_holdings(training: Training, batch: Set[int] = frozenset()) -> MemoryHoldings:
-    """Return the memory that training holds on its GPU now; no buffers without a model. 7 ms for 1,000 parameters.
-
-    ``batch`` has the addresses of its batch, which may be as large as a workspace of cuBLAS.
-    """
+def count_holdings(training: Training) -> MemoryHoldings:
+    """Return the memory that training holds on its GPU now; no buffers without a model. 7 ms for 1,000 parameters."""
     module, optimizers, weights = training.module, training.optimizers, weights_of(training)
     of_gradients: set[int] = set()
     gradients_bytes = count_gradients(training, of_gradients)
@@ -79,7 +65,7 @@ def count_holdings(training: Training, batch: Set[int] = frozenset()) -> MemoryH
         buffers_bytes=0 if module is None else size([*module.buffers()]),
     )
     # cuBLAS' workspaces: tensors of exactly their size that are nothing else.
-    others, blocks = seen | of_gradients | batch, [] if training.gpu is None else live_blocks(training.gpu)
+    others, blocks = seen | of_gradients, [] if training.gpu is None else live_blocks(training.gpu)
     sizes = workspace_sizes_of(training.gpu) if blocks else ()
     workspaces = (one.size for one in blocks if one.size in sizes and one.address not in others)
     return replace(held, workspaces_bytes=sum(workspaces))

@@ -61,7 +61,7 @@ class Ending:
     def listen(self) -> None:
         """Register for failures of the allocator, if this rank has a GPU and CUDA has started."""
         global _is_attached
-        attach = compat.out_of_memory_observer()
+        attach = compat.find(compat.OUT_OF_MEMORY_OBSERVER)
         if self._gpu is None or attach is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return
         _listening.add(self)

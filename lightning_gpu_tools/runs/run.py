@@ -26,14 +26,10 @@ class Run(Training, Protocol):
     forks_for_validation: bool  # whether their workers are forked, and so have started once the iterator exists
     slowest: int  # place of the loader that training waits for most, among the loaders
     stage: Stage
-
-    @property
-    def place(self) -> RankPlace:
-        """The place of this rank in the job."""
-
-    @property
-    def gpus(self) -> Sequence[torch.device]:
-        """The NVIDIA GPUs on which the ranks of this node train."""
+    place: RankPlace  # of this rank in the job
+    gpus: Sequence[torch.device]  # the NVIDIA GPUs on which the ranks of this node train
+    loggers: Sequence[Any]  # Lightning's
+    log_every_n_steps: int  # number of steps between metrics for the loggers; 0 = never
 
     @property
     def loaders(self) -> Sequence[Inside]:
@@ -46,14 +42,6 @@ class Run(Training, Protocol):
     @property
     def iterator(self) -> object | None:
         """The iterator of that loader."""
-
-    @property
-    def loggers(self) -> Sequence[Any]:
-        """Lightning's loggers."""
-
-    @property
-    def log_every_n_steps(self) -> int:
-        """The number of steps between metrics for the loggers; 0 = never."""
 
     @property
     def logged_step(self) -> int:

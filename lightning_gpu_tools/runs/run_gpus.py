@@ -122,7 +122,7 @@ class RunGpus:
         return self._read("CUDA contexts", self._contexts, ())
 
     def _contexts(self) -> tuple[HeldContext, ...]:
-        gpu, place, has_context = self._run.gpu, self._run.place, compat.has_context()
+        gpu, place, has_context = self._run.gpu, self._run.place, compat.find(compat.HAS_CONTEXT)
         if gpu is None or has_context is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return ()
         own = torch.device("cuda", torch.cuda.current_device() if gpu.index is None else gpu.index)

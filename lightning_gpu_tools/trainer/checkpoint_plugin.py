@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +26,7 @@ from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name, list_groups
 from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_model, wrapper_paths
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
-from lightning_gpu_tools.checkpoints.sources import checkpoint_at, opened_source, read_structure
+from lightning_gpu_tools.checkpoints.sources import checkpoint_at, opened_source
 from lightning_gpu_tools.checkpoints.state_dicts import errors_about, own_all_but_weights, rename_optimizers, weights_in
 from lightning_gpu_tools.checkpoints.structure import compare_with_checksums
 from lightning_gpu_tools.checkpoints.weights import fit_weights
@@ -40,7 +38,6 @@ from lightning_gpu_tools.errors import (
     UnsafeCheckpointError,
 )
 from lightning_gpu_tools.files import remove
-from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import (
     Callback,
@@ -271,58 +268,23 @@ when_imported("plugins.io.checkpoint_io", lambda module: module.CheckpointIO.reg
 class PortableCheckpointHooks(GuardedCallback):
     """A callback that hands the trainer to its plugins, in the process that loads and saves."""
 
-    def __init__(self) -> None:
-        self._patches = Patches()
-
-    @override
-    def survives(self, error: Exception) -> bool:
-        return not isinstance(error, CheckpointError) and super().survives(error)
-
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._patches.undo()  # of an earlier run without a teardown
-        has_plugin = _introduce(trainer)
-        is_left_to_hook = overrides(pl_module, "LightningModule", "on_load_checkpoint")
-        if has_plugin and trainer.strategy.restore_checkpoint_after_setup and stage == "fit" and not is_left_to_hook:
-            self._patches.put(trainer.strategy, "load_checkpoint", functools.partial(_checked_before_reading, trainer))
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._patches.undo()
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._patches.undo()
+        _introduce(trainer)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         _introduce(trainer)  # again: the plugin may have served another Trainer since
 
 
-def _introduce(trainer: Trainer) -> bool:
-    """Hand the trainer to its plugins; return whether there are any."""
-    has_plugin = False
+def _introduce(trainer: Trainer) -> None:
+    """Hand the trainer to its plugins."""
     plugin: Any = trainer.strategy.checkpoint_io
     while plugin is not None:
         if isinstance(plugin, PortableCheckpointIO):
             plugin.attach(trainer)
-            has_plugin = True
         # Lightning's wrappers, such as AsyncCheckpointIO; then wrappers with our attribute name.
         plugin = getattr(plugin, "checkpoint_io", None) or getattr(plugin, "inner", None)
-    return has_plugin
-
-
-def _checked_before_reading(trainer: Trainer, load: Callable[..., Any]) -> Callable[..., Any]:
-    """Check a file that the strategy reads without a plugin, as FSDP and ModelParallel do."""
-
-    def load_checkpoint(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if os.path.isfile(path):
-            content = read_structure(path).content
-            if is_lightning_checkpoint(content):
-                _refuse_weights_alone(content, trainer, path)
-        return load(path, *args, **kwargs)
-
-    return load_checkpoint
 
 
 def _refuse_weights_alone(checkpoint: Mapping[str, Any], trainer: Trainer, path: str | Path) -> None:

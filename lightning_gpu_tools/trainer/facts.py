@@ -80,26 +80,12 @@ class TrainerRun(Run):
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self.place, self.gpus = place_of(trainer), gpus_of(trainer)
+        self.gpu = self.gpus[self.place.local_rank % len(self.gpus)] if self.gpus else None
         self._loaders: tuple[object, Sequence[Inside]] = None, ()
         self.validation_loaders: tuple[LoaderSettings, ...] = ()
         self.validation_facts: tuple[LoaderFacts, ...] = ()
         self.forks_for_validation = True
-
-    @property
-    @override
-    def place(self) -> RankPlace:
-        return place_of(self._trainer)
-
-    @property
-    @override
-    def gpu(self) -> torch.device | None:
-        gpus = self.gpus
-        return gpus[self.place.local_rank % len(gpus)] if gpus else None
-
-    @property
-    @override
-    def gpus(self) -> Sequence[torch.device]:
-        return gpus_of(self._trainer)
 
     @property
     def _given(self) -> object:
@@ -241,6 +227,7 @@ class LoopRun:
     def __init__(self) -> None:
         self.place = self._find_place()
         self.gpus, self._device = self._find_devices()
+        self.gpu = self._device if self.gpus else None
         self._iterators: dict[int, Callable[[], object | None]] = {}  # by place of their loaders
         self.optimizers: list[torch.optim.Optimizer] = []  # those that have made a step
         self.optimizer_steps = self.logged_step = 0
@@ -290,22 +277,14 @@ class LoopRun:
         """This rank's GPU, or without one the device of the weights."""
         return self._device or next((weight.device for weight in self.weights()), torch.device("cpu"))
 
-    @property
-    def gpu(self) -> torch.device | None:
-        """This rank's GPU; ``None`` if torch has no memory on a GPU."""
-        return self._device if self.gpus else None
-
-    def follow(self, loader: object) -> None:
-        """Record the loader that the steps come from."""
+    def follow(self, loader: object, *, also: bool = False) -> None:
+        """Record the loader that the steps come from, or another one that they ``also`` come from."""
         given = getattr(loader, _GIVEN_LOADER, loader)
-        self._given = None if hasattr(type(given), "__next__") else given  # an iterator would keep workers alive
-        self.loaders, self._iterators = [], {}
-        self.follow_also(loader)
-
-    def follow_also(self, loader: object) -> None:
-        """Record another loader that the same steps come from."""
+        if not also:
+            self._given = None if hasattr(type(given), "__next__") else given  # an iterator would keep workers alive
+            self.loaders, self._iterators = [], {}
         known = {id(one.loader) for one in self.loaders}
-        for one in loaders_in(getattr(loader, _GIVEN_LOADER, loader)):
+        for one in loaders_in(given):
             if id(one.loader) not in known and len(self.loaders) < _MAX_LOADERS:
                 self.loaders.append(one)
         if len(self.loaders) > 1:
@@ -357,7 +336,11 @@ class LoopRun:
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings, with the program's name in place of the model's."""
-        return {"model": _program()}
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        if file is None:
+            return {"model": "an interactive session"}
+        path = Path(file)
+        return {"model": path.parent.name if path.name == "__main__.py" else path.name}
 
     def folder_in(self, folder: str | None) -> str:
         """Return the folder of the report, given the user's.
@@ -405,11 +388,3 @@ class FabricRun(LoopRun):
 def _number(variable: str, default: int) -> int:
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else default
-
-
-def _program() -> str:
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    if file is None:
-        return "an interactive session"
-    path = Path(file)
-    return path.parent.name if path.name == "__main__.py" else path.name

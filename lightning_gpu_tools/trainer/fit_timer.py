@@ -23,9 +23,9 @@ from lightning_gpu_tools.runs.run import Timer
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of, overrides
 from lightning_gpu_tools.training import phases
-from lightning_gpu_tools.training.compat import keep_from_compiler
+from lightning_gpu_tools.training.compat import WORKER_LOOP, keep_from_compiler
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
-from lightning_gpu_tools.training.line_sampler import WORKER_LOOP, WorkerLines
+from lightning_gpu_tools.training.line_sampler import WorkerLines
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.step_clock import StepClock
 
@@ -65,22 +65,15 @@ class Names(NamedTuple):
     hooks: Collection[str]  # of callbacks
     users_hooks: Collection[str]  # of the model and the data module
     parts: Mapping[str, str]  # phases of a step, by the strategy's hook
-    batch_hooks: Collection[str]  # they get a batch before its step, and may have kernels of their own
+    batch_start: str  # like on_after_batch_transfer, it gets a batch before its step, and may have kernels of its own
 
 
 OF_FIT = Names(
     hooks=_FIT_HOOKS,
     users_hooks=(_FIT_HOOKS - {"on_validation_end"}) | _TRANSFER_HOOKS | _STEP_PARTS.keys() | {"lr_scheduler_step"},
     parts=_STEP_PARTS,
-    batch_hooks=("on_after_batch_transfer", "on_train_batch_start"),
+    batch_start="on_train_batch_start",
 )
-
-
-def _of_evaluation(name: str) -> Names:
-    moments = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
-    hooks = frozenset(f"on_{name}_{moment}" for moment in moments)
-    parts = {f"{name}_step": phases.FORWARD}
-    return Names(hooks, hooks | _TRANSFER_HOOKS, parts, ("on_after_batch_transfer", f"on_{name}_batch_start"))
 
 
 class FitTimer(Timer):
@@ -88,7 +81,7 @@ class FitTimer(Timer):
 
     Methods that Lightning has under another name stay part of the surrounding phase and are listed in ``unseen``.
     ``ending`` gets the batches of some steps, and of one that fails. ``enter`` is called with the phase when validation
-    begins and when training resumes, and ``step_ended`` with the batch of each step, unless ``misses_steps``.
+    begins and when training resumes, and ``step_ended`` with the batch of each step.
     """
 
     def __init__(
@@ -100,7 +93,6 @@ class FitTimer(Timer):
         step_ended: Callable[[Any], None] = lambda batch: None,
     ) -> None:
         self.clock = clock
-        self.misses_steps = True  # training has not begun, or Lightning runs a step under another name
         self._step_ended = step_ended
         self._ending = ending
         self.fault: Exception | None = None
@@ -160,8 +152,17 @@ class FitTimer(Timer):
         if self._trainer.world_size > 1:
             self._patches.put(torch.distributed, "Work.wait", self.rank_waits.timed)
         self._time_loop()
-        self._time_loggers()
-        self._time_actions()
+        for method in compat.METRICS:
+            self._time(method, f"{phases.LOGGING}/{phases.SELF_LOG}", except_in=phases.VALIDATION)
+        for logger in self._trainer.loggers:
+            timed = partial(self.clock.timed, f"{phases.LOGGING}/{type(logger).__name__}")
+            for method in ("log_metrics", "save"):  # which no action covers
+                self._patches.put(logger, method, timed)
+        profiler, context = self._trainer.profiler, _contexts(self._context)  # type: ignore[attr-defined]
+        if type(profiler) is base_of(profiler, "PassThroughProfiler"):  # does nothing, but takes time
+            self._patches.put(profiler, "profile", lambda profile: context)
+        else:
+            self._patches.put(profiler, "profile", lambda profile: _around(profile, context))
         self.clock.start()
         self.clock.switch(self.clock.account(phases.TRAINER))
 
@@ -191,19 +192,24 @@ class FitTimer(Timer):
         self._notice("stop", {fetch: clock.end_fetch, validation_fetch: waits.fetched})
 
     def _time_step(self) -> None:
-        clock, model = self.clock, self._trainer.lightning_module
+        model = self._trainer.lightning_module
         is_automatic = model.automatic_optimization
         run = f"fit_loop.epoch_loop.{'automatic' if is_automatic else 'manual'}_optimization.run"
         if self._run.gpu is not None:
-            self._measure_gpu(self._run.gpu, run, is_automatic=is_automatic)
-        self._notice_steps(run)
+            gpu, memory = self._measure_gpu_steps(self._run.gpu, run, phases.TRAINING_STEP)
+            around: dict[str, Callable[..., Any]] = {"backward": memory.around_backward}
+            if is_automatic:  # else it contains the whole step
+                around["training_step"] = memory.after_forward
+            for part in ("training_step", "backward", "optimizer_step"):
+                self._wrap(f"strategy.{part}", partial(_sampled, gpu, memory, _STEP_PARTS[part], around.get(part)))
+        # A callback's hook would do, but Lightning takes 10 us to call one: see the empty callbacks of
+        # benchmarks/step_overhead.py.
+        self._wrap(run, partial(_followed_by, self._step_ended))
         if not is_automatic:
             self._time("strategy.backward", phases.BACKWARD)
-            self._wrap("strategy.optimizer_step", clock.timed_optimizer_step)
-            self._time("strategy.precision_plugin.clip_gradients", phases.GRADIENT_CLIPPING)
-        if overrides(model, "LightningModule", "optimizer_step"):
+        if not is_automatic or overrides(model, "LightningModule", "optimizer_step"):
             self._time("strategy.optimizer_step", phases.OPTIMIZER)
-        if overrides(model, "LightningModule", "configure_gradient_clipping"):
+        if not is_automatic or overrides(model, "LightningModule", "configure_gradient_clipping"):
             self._time("strategy.precision_plugin.clip_gradients", phases.GRADIENT_CLIPPING)
         if overrides(model, "LightningModule", "backward"):
             self._time("strategy.precision_plugin.backward", f"{phases.TRAINING_STEP}/{type(model).__name__}.backward")
@@ -211,34 +217,12 @@ class FitTimer(Timer):
             for method in ("scale", "unscale_", "update"):
                 self._time(f"strategy.precision_plugin.scaler.{method}", phases.GRADIENT_SCALER)
 
-    def _notice_steps(self, run: str) -> None:
-        # A callback's hook would do, but Lightning takes 10 us to call one: see the empty callbacks of
-        # benchmarks/step_overhead.py.
-        self.misses_steps = not self._wrap(run, partial(_followed_by, self._step_ended))
-
     def _measure_gpu_steps(self, device: torch.device, run: str, first_part: str) -> tuple[GpuTimeline, MemoryCounters]:
         gpu = self.rank_waits.gpu = self.clock.measure_gpu(device)
         memory = self.memory = MemoryCounters(self._run, self.clock)
         self._patches.put(torch.cuda, "CUDAGraph.replay", gpu.counted)
         self._wrap(run, partial(_measured_step, self.clock, gpu, memory, self._ending, first_part))
         return gpu, memory
-
-    def _measure_gpu(self, device: torch.device, run: str, *, is_automatic: bool) -> None:
-        gpu, memory = self._measure_gpu_steps(device, run, phases.TRAINING_STEP)
-        around = {"backward": memory.around_backward}
-        if is_automatic:  # else it contains the whole step
-            around["training_step"] = memory.after_forward
-
-        def sometimes(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            measured = gpu.part(_STEP_PARTS[part], around[part](function) if part in around else function)
-
-            def called(*args: Any, **kwargs: Any) -> Any:
-                return (measured if gpu.sample is not None or memory.is_reading else function)(*args, **kwargs)
-
-            return called
-
-        for part in ("training_step", "backward", "optimizer_step"):
-            self._wrap(f"strategy.{part}", partial(sometimes, part))
 
     def _time(self, method: str, phase: str, except_in: str = "") -> None:
         self._wrap(method, partial(self.clock.timed, phase, except_in=except_in))
@@ -256,27 +240,12 @@ class FitTimer(Timer):
 
         self._wrap(f"profiler.{method}", noticing)
 
-    def _time_loggers(self) -> None:
-        for method in compat.METRICS:
-            self._time(method, f"{phases.LOGGING}/{phases.SELF_LOG}", except_in=phases.VALIDATION)
-        for logger in self._trainer.loggers:
-            timed = partial(self.clock.timed_here, f"{phases.LOGGING}/{type(logger).__name__}")
-            for method in ("log_metrics", "save"):  # which no action covers
-                self._patches.put(logger, method, timed)
-
-    def _time_actions(self) -> None:
-        profiler = self._trainer.profiler  # type: ignore[attr-defined]
-        context = _contexts(self._context)
-        if type(profiler) is base_of(profiler, "PassThroughProfiler"):  # does nothing, but takes time
-            self._patches.put(profiler, "profile", lambda profile: context)
-        else:
-            self._patches.put(profiler, "profile", lambda profile: _around(profile, context))
-
     def _context(self, action: str) -> _Context:
         context, gpu = action_context(action, self._trainer, self.clock, self.names), self.rank_waits.gpu
         if action == compat.SAVE_CHECKPOINT:
-            return _Marked(self.clock.begin_checkpoint, context, self.clock.cut_at_edge)
-        if gpu is None or isinstance(context, _Untimed) or action.rpartition(".")[2] not in self.names.batch_hooks:
+            return _Marked(self.clock.note_checkpoint, context)
+        gets_batch = action.rpartition(".")[2] in ("on_after_batch_transfer", self.names.batch_start)
+        if gpu is None or not gets_batch or isinstance(context, _Untimed):
             return context
         return _Marked(gpu.enter_hook, context)
 
@@ -290,8 +259,10 @@ class EvaluationTimer(FitTimer):
     @override
     def _time_run(self) -> None:
         stage = self._run.stage
-        self._name = "validation" if stage == "validate" else stage
-        self.names = _of_evaluation(self._name)
+        name = self._name = "validation" if stage == "validate" else stage
+        moments = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
+        hooks = frozenset(f"on_{name}_{moment}" for moment in moments)
+        self.names = Names(hooks, hooks | _TRANSFER_HOOKS, {f"{name}_step": phases.FORWARD}, f"on_{name}_batch_start")
         self._time_from(f"{stage}_loop.{compat.EVALUATION[stage]}", to=f"{stage}_loop.on_run_end")
 
     @override
@@ -302,8 +273,24 @@ class EvaluationTimer(FitTimer):
         self._notice("stop", {fetch: clock.end_fetch})
         if self._run.gpu is not None:
             self._measure_gpu_steps(self._run.gpu, step, phases.FORWARD)
-        self._notice_steps(step)
+        self._wrap(step, partial(_followed_by, self._step_ended))
         clock.begin_epoch()
+
+
+def _sampled(
+    gpu: GpuTimeline,
+    memory: MemoryCounters,
+    phase: str,
+    around: Callable[..., Any] | None,
+    function: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Wrap a function that runs a part of a step to measure it in the steps that are sampled or read."""
+    measured = gpu.part(phase, function if around is None else around(function))
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (measured if gpu.sample is not None or memory.is_reading else function)(*args, **kwargs)
+
+    return called
 
 
 def _followed_by(action: Callable[[Any], None], run: Callable[..., Any]) -> Callable[..., Any]:
@@ -348,10 +335,10 @@ def _measured_step(
 
 
 class _Marked(AbstractContextManager[Any]):
-    """A context around which two functions are called."""
+    """A context before which a function is called."""
 
-    def __init__(self, begin: Callable[[], None], context: _Context, end: Callable[[], None] = lambda: None) -> None:
-        self._begin, self._context, self._end = begin, context, end
+    def __init__(self, begin: Callable[[], None], context: _Context) -> None:
+        self._begin, self._context = begin, context
 
     def __enter__(self) -> Any:
         self._begin()
@@ -359,7 +346,6 @@ class _Marked(AbstractContextManager[Any]):
 
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)
-        self._end()
 
 
 class _Untimed(str):
@@ -410,7 +396,12 @@ def action_context(action: str, trainer: Trainer, clock: StepClock, names: Names
         callbacks = trainer.callbacks if hook in names.hooks else ()  # type: ignore[attr-defined]
         phase = _callback_phase(action, hook, callbacks)
     elif owner == "LightningModule" and hook in names.users_hooks:
-        phase = _users_phase(trainer.lightning_module, owner, hook) or _default_phase(trainer, hook, names)
+        phase = _users_phase(trainer.lightning_module, owner, hook)
+        if phase is None and hook == "lr_scheduler_step":
+            schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
+            phase = f"{phases.CALLBACK}/{' and '.join(schedulers)}.step"
+        elif phase is None and (hook != "configure_gradient_clipping" or trainer.gradient_clip_val):
+            phase = names.parts.get(hook)
     elif owner == "LightningDataModule" and hook in names.users_hooks:
         phase = _users_phase(trainer.datamodule, owner, hook)  # type: ignore[attr-defined]
     elif owner == "Strategy":
@@ -434,12 +425,3 @@ def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> st
 
 def _users_phase(owner: object, base: str, hook: str) -> str | None:
     return f"{phases.CALLBACK}/{type(owner).__name__}.{hook}" if overrides(owner, base, hook) else None
-
-
-def _default_phase(trainer: Trainer, hook: str, names: Names) -> str | None:
-    if hook == "lr_scheduler_step":
-        schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
-        return f"{phases.CALLBACK}/{' and '.join(schedulers)}.step"
-    if hook == "configure_gradient_clipping" and not trainer.gradient_clip_val:
-        return None
-    return names.parts.get(hook)

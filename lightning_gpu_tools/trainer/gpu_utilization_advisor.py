@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from typing_extensions import override
 
@@ -20,17 +19,10 @@ from lightning_gpu_tools.trainer.measuring_callback import FitSession, Measuring
 class GPUUtilizationAdvisor(MeasuringCallback):
     """A callback that measures where the time of each training step goes, and warns once if too much of it is lost.
 
-    It reports what slows training down: the wait for data, with the DataLoader settings to use on this machine; a
-    callback or logger by name; checkpoints, validation or the start of epochs; or the rank that all others wait for.
     Rank zero gets the warning (:class:`~lightning_gpu_tools.errors.LowGPUUtilizationWarning`), and the report of the
     :class:`~lightning_gpu_tools.GPUUtilizationMonitor` gets the findings. If the Trainer has no monitor, the advisor
-    adds one with its defaults. Without a GPU, it judges the training step.
-
-    On a GPU, only its idle time counts, and measuring never waits for the GPU. For idle time inside the step, it
-    reports the lines that wait for the GPU, too many small kernels, or work on the host. For a GPU that other jobs also
-    use, the only advice is to use another one.
-
-    Verified in short runs on one H200; several GPUs were only simulated.
+    adds one with its defaults. On a GPU, only its idle time counts, and measuring never waits for the GPU. Without one,
+    it judges the training step.
 
     Args:
         min_utilization_percent: Utilization below which a GPU counts as underused; the default of 70 is that of
@@ -63,11 +55,6 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         self.min_steps = min_steps
         self.min_seconds = min_seconds
         self._diagnosis: Diagnosis | None = None
-        self._advisor: Advisor | None = None
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_advisor": None}
 
     @property
     def diagnosis(self) -> Diagnosis | None:
@@ -86,17 +73,12 @@ class GPUUtilizationAdvisor(MeasuringCallback):
 
     @override
     def _opened(self, trainer: Trainer, session: FitSession) -> None:
-        self._advisor = Advisor(session, self._thresholds)
+        session.advisor = Advisor(session, self._thresholds)
 
     @override
     def _stepped(self, trainer: Trainer, session: FitSession) -> float:
-        return math.inf if self._advisor is None else self._advisor.after_step()
+        return math.inf if session.advisor is None else session.advisor.after_step()
 
     @override
     def _ended(self, trainer: Trainer, session: FitSession, outcome: str) -> None:
         self._diagnosis = conclude(session)
-
-    @override
-    def _give_up(self) -> None:
-        self._advisor = None
-        super()._give_up()

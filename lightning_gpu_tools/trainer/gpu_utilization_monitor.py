@@ -44,16 +44,12 @@ class GPUUtilizationMonitor(MeasuringCallback):
     - ``{own,others}_memory_bytes``, ``{own,others}_utilization_percent``: of this job's processes and of all other
       listed ones, where the driver reports them
 
-    At the end of a fit, even of a failed one, rank 0 prints the verdict, its reason, what to do next, where the wall
-    time went, and the use of GPU memory. It also writes this report as ``gpu_report.json`` to the log directory of the
-    Trainer's logger, or without a logger to the folder ``gpu_report`` of ``default_root_dir``, which may be a URL.
-    Loggers get a summary as ``gpu_tools/...``. The file is also written at least once a minute, in case the process is
-    killed. With the ``plot`` extra, a child process then draws ``gpu_report.png`` and ``gpu_report.html``, unless the
-    run is too short for a verdict. Without a GPU, the report covers only the host. A failure of the monitor never stops
-    training. A shell command in ``LIGHTNING_GPU_TOOLS_NOTIFY`` is run when a run with a report ends, fails or stalls.
-
-    ``validate``, ``test`` and ``predict`` of the Trainer have reports of the same form, in folders of these names below
-    that one; a step is then one batch. Loggers do not get them.
+    At the end of a fit, even of a failed one, rank 0 prints the report, and writes it as ``gpu_report.json`` to the log
+    directory of the Trainer's logger, or without a logger to the folder ``gpu_report`` of ``default_root_dir``, which
+    may be a URL. It is also written at least once a minute. Loggers get a summary as ``gpu_tools/...``. With the
+    ``plot`` extra, a child process then draws ``gpu_report.png`` and ``gpu_report.html``. ``validate``, ``test`` and
+    ``predict`` have such reports in folders of these names below that one. A failure of the monitor never stops
+    training.
 
     Args:
         interval_s: Seconds between two polls of the driver's buffer, which holds several seconds.

@@ -8,7 +8,7 @@ import copy
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -34,6 +34,7 @@ Module = TypeVar("Module", bound="LightningModule")
 
 # LightningCLI's mark in a checkpoint with nested classes to build. Any other value there could run any function.
 _CLI_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
+_HPARAMS_READERS = {".csv": "tags_csv", ".yaml": "yaml", ".yml": "yaml"}
 
 
 def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str], taker: object) -> dict[str, Any]:
@@ -66,9 +67,13 @@ def _build_module(
     arguments: Mapping[str, Any],
 ) -> Module:
     """Call ``model_class`` with the hyperparameters of a checkpoint; ``arguments`` take precedence over them."""
-    given = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    given: Any = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_KEY, {})
     if hparams_file is not None:
-        given = _read_hparams(hparams_file, model_class)
+        suffix = os.path.splitext(hparams_file)[1].lower()
+        if suffix not in _HPARAMS_READERS:
+            raise ValueError(f"hparams_file must end in .yaml, .yml or .csv, got {os.fspath(hparams_file)!r}.")
+        read = lookup(model_class, f"core.saving:load_hparams_from_{_HPARAMS_READERS[suffix]}")
+        given = read(os.fspath(hparams_file))
     elif not is_named(given):
         raise BrokenCheckpointError(
             f"{printable_path(path)} has {describe_content(given)} for hyperparameters, not a dictionary with string "
@@ -121,15 +126,6 @@ def _build_for_cli(
             f"{printable(error, 300)}. Pass others as keyword arguments, or in an hparams_file."
         ) from error
     return model
-
-
-def _read_hparams(path: str | os.PathLike[str], model_class: type[LightningModule]) -> Mapping[str, Any]:
-    suffix = os.path.splitext(path)[1].lower()
-    readers = {".csv": "tags_csv", ".yaml": "yaml", ".yml": "yaml"}
-    if suffix not in readers:
-        raise ValueError(f"hparams_file must end in .yaml, .yml or .csv, got {os.fspath(path)!r}.")
-    read: Callable[[str], Mapping[str, Any]] = lookup(model_class, f"core.saving:load_hparams_from_{readers[suffix]}")
-    return read(os.fspath(path))
 
 
 @checked

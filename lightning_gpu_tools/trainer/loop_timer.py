@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_gpu_tools.runs.run import Timer
 from lightning_gpu_tools.trainer.facts import MOVE_BATCH, LoopRun
 from lightning_gpu_tools.trainer.families import family_of
 from lightning_gpu_tools.training import compat, phases
-from lightning_gpu_tools.training.line_sampler import WORKER_LOOP, WorkerLines
+from lightning_gpu_tools.training.line_sampler import WorkerLines
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.stopwatch import Account
@@ -109,7 +109,7 @@ class LoopTimer(Timer):
             (torch_optimizer.register_optimizer_step_post_hook, self._optimizer_ends),
         ):
             self._patches.at_undo(register(partial(self._safely, act)).remove)
-        put(torch.utils.data, WORKER_LOOP, self.worker_lines.sampled)
+        put(torch.utils.data, compat.WORKER_LOOP, self.worker_lines.sampled)
         if self._run.place.world_size > 1:
             put(torch.autograd, "backward", self.rank_waits.around_backward)
             put(torch.distributed, "Work.wait", self.rank_waits.timed)
@@ -117,14 +117,14 @@ class LoopTimer(Timer):
         if self._gpu is not None:
             put(torch.cuda, "CUDAGraph.replay", self._gpu.counted)
         if self._fabric is not None:
-            copy = partial(clock.timed_here, phases.HOST_TO_DEVICE_COPY, except_in=phases.VALIDATION)
+            copy = partial(clock.timed, phases.HOST_TO_DEVICE_COPY, except_in=phases.VALIDATION)
             put(sys.modules[f"{family_of(self._fabric)}.wrappers"], MOVE_BATCH, copy)
             put(self._fabric, "to_device", copy)
             put(self._fabric, "backward", self._timed_backward)
-            put(self._fabric, "clip_gradients", partial(clock.timed_here, phases.GRADIENT_CLIPPING))
-            put(self._fabric, "save", partial(clock.timed_here, phases.CHECKPOINT))
+            put(self._fabric, "clip_gradients", partial(clock.timed, phases.GRADIENT_CLIPPING))
+            put(self._fabric, "save", partial(clock.timed, phases.CHECKPOINT))
         for logger in self._run.loggers:
-            timed = partial(clock.timed_here, f"{phases.LOGGING}/{type(logger).__name__}")
+            timed = partial(clock.timed, f"{phases.LOGGING}/{type(logger).__name__}")
             for method in ("log_metrics", "save"):
                 put(logger, method, timed)
         clock.start()
@@ -148,13 +148,10 @@ class LoopTimer(Timer):
             self._begin_validation(loop)
             return
         loop.around = self._clock.switch(self._epoch_start)
-        known = 0
-        if self._counting is None:
-            self._run.follow(loader)
+        known = 0 if self._counting is None else len(self._run.loaders)
+        if not known:
             self._on_loader.undo()
-        else:
-            known = len(self._run.loaders)
-            self._run.follow_also(loader)
+        self._run.follow(loader, also=known > 0)
         for place, one in enumerate(self._run.loaders):
             if place >= known and isinstance(one.loader, DataLoader):
                 note = partial(self._run.note_iterator, place)
@@ -163,7 +160,6 @@ class LoopTimer(Timer):
 
     def _begin_validation(self, loop: Loop) -> None:
         loop.is_validation = True
-        self._clock.cut_at_edge()
         self._enter("validation")
         self._run.note_validation(loop.loader)
         self._clock.validation_waits.begin()
@@ -227,7 +223,6 @@ class LoopTimer(Timer):
         if loop.is_validation:
             if is_own_thread and self._clock.current is self._validation and loop.around is not None:
                 self._clock.switch(loop.around)
-                self._clock.cut_at_edge()
                 self._enter("training")
             return
         # Its iterator could not be created, or another loop continues.
@@ -278,14 +273,11 @@ class LoopTimer(Timer):
         self._asides += 1
         if phase == phases.VALIDATION:
             self._enter("validation")
+        around = self._clock.switch(self._clock.account(phase))
         try:
-            with self._clock.span_of_its_own() if phase in phases.PAUSES else nullcontext():
-                around = self._clock.switch(self._clock.account(phase))
-                try:
-                    yield
-                finally:
-                    self._clock.switch(around)
+            yield
         finally:
+            self._clock.switch(around)
             self._asides -= 1
             if phase == phases.VALIDATION:
                 self._enter("training")

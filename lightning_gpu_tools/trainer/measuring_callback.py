@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +14,7 @@ from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.gpus.watch import Phase
 from lightning_gpu_tools.loaders.workers import deaths_ignored
 from lightning_gpu_tools.patches import Patches
+from lightning_gpu_tools.runs.advisor import Advisor
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import TrainerRun, run_of
@@ -44,6 +45,7 @@ class FitSession(Session):
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         super().__init__(run_of(trainer), self._make_timer)
+        self.advisor: Advisor | None = None
         self._users: list[Callback] = []
         self.acting: list[MeasuringCallback] = []
         self._on_end = Patches()
@@ -67,13 +69,12 @@ class FitSession(Session):
 
     def _make_timer(self, clock: StepClock, enter: Callable[[Phase], None]) -> FitTimer:
         timer = FitTimer if self.run.stage == "fit" else EvaluationTimer
-        self.fit_timer = timer(self._trainer, clock, self.ending, enter, self.step_ended)
-        return self.fit_timer
+        return timer(self._trainer, clock, self.ending, enter, self.step_ended)
 
     def step_ended(self, batch: Any) -> None:
         """Act after a step, for all callbacks. This runs in every step, so it makes as few calls as possible."""
         acting = self.acting
-        if not acting or self.clock.steps == self.last_step:
+        if not acting:
             return
         try:
             self.after_step(batch)
@@ -169,8 +170,12 @@ class MeasuringCallback(GuardedCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        is_replaced = self._is_replaced(callbacks) if self.yields else self.is_superfluous(callbacks)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if self.yields:  # Lightning has added ours to the user's list, perhaps for an earlier Trainer as well
+            same = [other for other in callbacks if isinstance(other, front_of(type(self)))]
+            is_replaced = any(not other.yields for other in same) or self not in same[:1]
+        else:
+            is_replaced = self.is_superfluous(callbacks)
         if not is_disabled() and not is_replaced:
             self._give_up()  # an earlier run without a teardown
             self._session = FitSession.of(trainer, self)
@@ -179,26 +184,16 @@ class MeasuringCallback(GuardedCallback):
 
     def hide_hooks(self, session: FitSession) -> None:
         """Hide the hooks in which this callback does nothing, or for which another one of the session acts."""
-        is_first = session.acting[0] is self
-        acts = {
-            "on_train_batch_end": is_first and session.fit_timer.misses_steps,
-            "on_validation_batch_start": is_first and session.run.stage == "fit",
-        }
+        notes_validation = session.acting[0] is self and session.run.stage == "fit"
         self._show_hooks()
         for hook in STEP_HOOKS:
-            is_own = getattr(type(self), hook) is vars(MeasuringCallback).get(hook)
-            if not (acts.get(hook, False) if is_own else overrides(self, "Callback", hook)):
+            if not overrides(self, "Callback", hook) or (hook == "on_validation_batch_start" and not notes_validation):
                 setattr(self, hook, None)
 
     def _show_hooks(self) -> None:
         for hook in STEP_HOOKS:
             with suppress(AttributeError):  # without `vars`, after which CPython no longer caches method lookups
                 delattr(self, hook)
-
-    def _is_replaced(self, callbacks: Sequence[Callback]) -> bool:
-        # Lightning has added ours to the user's list, perhaps for an earlier Trainer as well.
-        same = [other for other in callbacks if isinstance(other, front_of(type(self)))]
-        return any(not other.yields for other in same) or self not in same[:1]
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -232,16 +227,8 @@ class MeasuringCallback(GuardedCallback):
         session = self._session
         if session is not None and session.run.stage == stage:  # and not the validation of a fit
             session.begin()
-            self.hide_hooks(session)
             self.next_step = 0.0
             self._began(trainer, session)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._session is not None:
-            self._session.step_ended(batch)
 
     def act(self, trainer: Trainer, session: FitSession) -> None:
         """Act after a step."""

@@ -207,16 +207,12 @@ def _serve(strategies: ModuleType) -> None:
         if not strategies.__name__.startswith(FABRICS):
             shown = [each for name, each in options.items() if name in strategy._known]
             theirs = [each.replace(kind=each.KEYWORD_ONLY) for each in shown]
-            strategy.__init__ = _init_with([*own, *theirs])  # type: ignore[method-assign]
 
+            def init(self: _FreeMemory, **options: Any) -> None:
+                _FreeMemory.__init__(self, **options)
 
-def _init_with(parameters: list[inspect.Parameter]) -> Any:
-    @functools.wraps(_FreeMemory.__init__)
-    def init(self: _FreeMemory, **options: Any) -> None:
-        _FreeMemory.__init__(self, **options)
-
-    init.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return init
+            init.__signature__ = inspect.Signature([*own, *theirs])  # type: ignore[attr-defined]
+            strategy.__init__ = functools.wraps(_FreeMemory.__init__)(init)  # type: ignore[method-assign]
 
 
 when_imported("strategies", _serve)

@@ -158,14 +158,29 @@ class TrainingWatch:
         self._training.timer.open(loop)
 
     def _finish(self, training: _Training, error: BaseException | None) -> None:
-        outcome = training.end(error)
-        self._diagnosis = conclude(training.session)
-        training.report(outcome)
+        session, outcome = training.session, "completed"
+        if error is None:
+            training.timer.end_step()
+        else:
+            outcome = session.note_error(error, session.run.logged_step)
+        session.finish(TIMEOUT_S if error is None else 0.0)
+        diagnosis = self._diagnosis = conclude(session)
+        running, training.running = training.running, None
+        if running is not None:
+            publish(describe(session, outcome), running.file, session.run)
+        elif session.ending.out_of_memory is not None and diagnosis is not None:
+            say_verdict(diagnosis)
 
     def _close(self) -> None:
         training, self._training, self._is_on = self._training, None, False
-        if training is not None:
-            training.close()
+        if training is None:
+            return
+        ends = [training.timer.stop, training.session.close, training.run.forget]
+        if training.running is not None and not training.session.is_of_parent:
+            ends.append(training.running.give_up)
+        for end in ends:
+            with suppress(Exception):  # may fail for the same reason
+                end()
 
 
 class _Training:
@@ -180,7 +195,7 @@ class _Training:
         stall_after_s: StallAfter,
         loader: object,
     ) -> None:
-        run = self._run = LoopRun() if fabric is None else FabricRun(fabric)
+        run = self.run = LoopRun() if fabric is None else FabricRun(fabric)
         run.follow(loader)
         session = Session(run, lambda clock, enter: LoopTimer(run, fabric, clock, enter, self._after_step))
         assert isinstance(session.timer, LoopTimer)
@@ -190,16 +205,16 @@ class _Training:
             devices="trainer", interval_s=interval_s, gpm=True, stall_after_s=stall_after_s, folder=self._folder
         )
         self._advisor = Advisor(session, thresholds)
-        self._running: RunningReport | None = None
+        self.running: RunningReport | None = None
         self._next_step = 0.0
 
     def begin(self) -> None:
         self.timer.start()
         with self.session.clock.booked(MONITORING):
             self.session.begin()
-            if self._run.place.rank == 0:
+            if self.run.place.rank == 0:
                 warn_if_not_writable(self._folder)
-                self._running = RunningReport(self.session, ReportFile(self._folder))
+                self.running = RunningReport(self.session, ReportFile(self._folder))
 
     def _after_step(self) -> None:
         session = self.session
@@ -207,8 +222,8 @@ class _Training:
         session.after_step()
         if session.clock.steps >= self._next_step or session.report_wanted:
             self._next_step = min(session.log_if_due(), self._advisor.after_step())
-            if session.report_wanted and self._running is not None:
-                self._running.measure()
+            if session.report_wanted and self.running is not None:
+                self.running.measure()
 
     def end_fetch(self, loop: Loop, batch: object) -> None:
         session = self.session
@@ -218,30 +233,6 @@ class _Training:
         elif loop.is_validation:
             session.begin_validation_batch(batch, loop.batches)
             loop.batches += 1
-
-    def end(self, error: BaseException | None) -> str:
-        session, outcome = self.session, "completed"
-        if error is None:
-            self.timer.end_step()
-        else:
-            outcome = session.note_error(error, self._run.logged_step)
-        session.finish(TIMEOUT_S if error is None else 0.0)
-        return outcome
-
-    def report(self, outcome: str) -> None:
-        session, diagnosis = self.session, conclude(self.session)
-        running, self._running = self._running, None
-        if running is not None:
-            publish(describe(session, outcome), running.file, self._run)
-        elif session.ending.out_of_memory is not None and diagnosis is not None:
-            say_verdict(diagnosis)
-
-    def close(self) -> None:
-        running = None if self.session.is_of_parent else self._running
-        ends = [self.timer.stop, self.session.close, *([] if running is None else [running.give_up]), self._run.forget]
-        for end in ends:
-            with suppress(Exception):  # may fail for the same reason
-                end()
 
 
 class _Batches(Generic[_T]):

@@ -162,13 +162,33 @@ def is_batch_ready(iterator: object) -> bool | None:
         return None
 
 
-def worker_loop() -> Any:
-    """Return the main function of a DataLoader's worker. Without it, no source line of a worker is reported."""
-    return getattr(getattr(getattr(torch.utils.data, "_utils", None), "worker", None), "_worker_loop", None)
-
-
-# Of torch.utils.data: loads the samples of a batch. Without it, an error of a dataset in a worker lacks the index.
+# Of torch.utils.data: runs a worker, and loads the samples of a batch. Without them, no source line of a worker is
+# reported, and an error of a dataset in a worker lacks the index.
+WORKER_LOOP = "_utils.worker._worker_loop"
 FETCH = "_utils.fetch._MapDatasetFetcher.fetch"
+# Of torch._C: what torch.cuda.synchronize calls. Without it, such waits are not among the lines that wait for the GPU.
+SYNCHRONIZE = "_cuda_synchronize"
+# Of torch, for `find`:
+# Makes the GPU wait for a number of clock cycles. Without it, no step is held.
+GPU_SLEEP = "cuda._sleep"
+# Queues an autograd callback. Without it, backward includes its wait for other ranks.
+QUEUE_IN_BACKWARD = "autograd.Variable._execution_engine.queue_callback"
+# Registers a callback for allocator failures, and starts CUDA. Without it, as in CPU builds, the only facts about
+# memory are those in the error message.
+OUT_OF_MEMORY_OBSERVER = "_C._cuda_attach_out_of_memory_observer"
+# Records allocations, and reports whether someone does. Without them, there are no lines and no largest batch.
+MEMORY_RECORDER, IS_RECORDING_MEMORY = "cuda.memory._record_memory_history", "_C._cuda_isHistoryEnabled"
+# Reports whether this process has a CUDA context on a GPU. Without it, as in CPU builds, contexts on GPUs of other
+# ranks are not reported.
+HAS_CONTEXT = "_C._cuda_hasPrimaryContext"
+
+
+def find(path: str) -> Any:
+    """Return a function of torch; ``None`` if this release or build lacks it."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 def noting_index(fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -196,16 +216,6 @@ def index_of(frames: Sequence[FrameType]) -> str | None:
     return None
 
 
-def gpu_sleep() -> Any:
-    """Return the function that makes the GPU wait for a number of clock cycles. Without it, no step is held."""
-    return getattr(torch.cuda, "_sleep", None)
-
-
-def queue_in_backward() -> Any:
-    """Return the function that queues an autograd callback. Without it, backward includes its wait for other ranks."""
-    return getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
-
-
 def waits_for_each_bucket() -> bool:
     """Return whether GPUs wait for a bucket of gradients when it is sent, as with NCCL's backend since torch 2.15.
 
@@ -218,23 +228,11 @@ def waits_for_each_bucket() -> bool:
         return False
 
 
-def out_of_memory_observer() -> Any:
-    """Return the function that registers a callback for allocator failures, and starts CUDA; ``None`` in CPU builds.
-
-    Without it, the only facts about memory are those in the error message.
-    """
-    return getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-
-
 def call_once_cuda_starts(act: Callable[[], None]) -> None:
     """Call a function when CUDA starts, or now if it has. Without torch's list of such calls, it is never called."""
     later = getattr(torch.cuda, "_lazy_call", None)
     if later is not None:
         later(act)
-
-
-# Of torch._C: what torch.cuda.synchronize calls. Without it, such waits are not among the lines that wait for the GPU.
-SYNCHRONIZE = "_cuda_synchronize"
 
 
 def keep_from_compiler() -> bool:
@@ -272,16 +270,6 @@ def compiles_backward() -> bool:
     return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False))
 
 
-def memory_recorder() -> Any:
-    """Return the function that records allocations. Without it, there are no lines and no largest batch."""
-    return getattr(torch.cuda.memory, "_record_memory_history", None)
-
-
-def is_recording_memory() -> Any:
-    """Return the function that reports active recording. Without it, there are no lines and no largest batch."""
-    return getattr(torch._C, "_cuda_isHistoryEnabled", None)
-
-
 def allowed_bytes(gpu: torch.device) -> float:
     """Return the GPU memory that the program lets torch use. Without the function, it is unlimited."""
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
@@ -298,14 +286,6 @@ def allocator_settings() -> str:
         return f"backend:{backend}"
     settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
     return str(settings.get("PYTORCH_CUDA_ALLOC_CONF") or "")
-
-
-def has_context() -> Any:
-    """Return the function that reports whether this process has a CUDA context on a GPU; ``None`` in CPU builds.
-
-    Without it, contexts on GPUs of other ranks are not reported.
-    """
-    return getattr(torch._C, "_cuda_hasPrimaryContext", None)
 
 
 def saved_by(function: Any) -> list[object]:

@@ -58,8 +58,8 @@ class Compilations:
             self._last = one
 
     def _add(self, one: Any) -> None:
-        if one.start_time_us / 1e6 >= self._began_s:
-            self._total_s += (one.end_time_us - one.start_time_us) / 1e6
+        seconds, is_new = (one.end_time_us - one.start_time_us) / 1e6, one.start_time_us / 1e6 >= self._began_s
+        self._total_s += seconds * is_new
         number, _, compiled_before = str(one.compile_id).rpartition("/")
         function = self._functions.get(number, Recompiled())
         if one.co_name:
@@ -70,14 +70,9 @@ class Compilations:
                 line=int(resumed[2]) if resumed else one.co_firstlineno or 0,
                 function=resumed[1] if resumed else one.co_name,
             )
-        self._functions[number] = function
-        if not compiled_before.isdigit() or not int(compiled_before) or one.start_time_us / 1e6 < self._began_s:
-            return
-        function = replace(function, seconds=function.seconds + (one.end_time_us - one.start_time_us) / 1e6)
-        if one.is_forward is not False:  # else the second part of a compilation, when backward runs for the first time
-            function = replace(
-                function,
-                reason=_NUMBER.sub("", getattr(one, "recompile_reason", None) or function.reason),
-                count=function.count + (not one.fail_reason),
-            )
+        if is_new and compiled_before.isdigit() and int(compiled_before):
+            function = replace(function, seconds=function.seconds + seconds)
+            if one.is_forward is not False:  # else the second part of one, when backward runs for the first time
+                reason = _NUMBER.sub("", getattr(one, "recompile_reason", None) or function.reason)
+                function = replace(function, reason=reason, count=function.count + (not one.fail_reason))
         self._functions[number] = function

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from time import monotonic, perf_counter  # by name: a program's tests may replace those of `time`
@@ -98,19 +99,17 @@ class CoreUsers:
     @property
     def other(self) -> CoreUser | None:
         """The program of others that used the cores most."""
-        used_s = dict(self._of_others)
-        if not used_s:
+        if not (used_s := dict(self._of_others)):
             return None
-        user, name = max(used_s, key=lambda program: used_s[program])
+        user, name = max(used_s, key=used_s.__getitem__)
         return CoreUser(user=user, name=name, cores=used_s[user, name] / self._watched_s)
 
     @property
     def children(self) -> CoreUser | None:
         """All children together, with the name of those that used the cores most."""
-        used_s = dict(self._of_children)
-        if not used_s:
+        if not (used_s := dict(self._of_children)):
             return None
-        name = max(used_s, key=lambda name: used_s[name])
+        name = max(used_s, key=used_s.__getitem__)
         return CoreUser(user="", name=name, cores=sum(used_s.values()) / self._watched_s)
 
     def poll(self) -> float:
@@ -140,7 +139,8 @@ class CoreUsers:
             if pid in children:
                 self._of_children[process.name] += cpu_s
             elif pid not in of_job:
-                self._of_others[_user_of(pid), process.name] += cpu_s
+                with suppress(OSError):  # it has ended
+                    self._of_others[user_name(os.stat(f"/proc/{pid}").st_uid), process.name] += cpu_s
 
 
 def _processes() -> dict[int, _Process]:
@@ -163,13 +163,6 @@ def _family(processes: dict[int, _Process], pids: Collection[int]) -> set[int]:
     while more := {pid for pid, one in processes.items() if one.parent in family} - family:
         family |= more
     return family
-
-
-def _user_of(pid: int) -> str:
-    try:
-        return user_name(os.stat(f"/proc/{pid}").st_uid)
-    except OSError:  # it has ended
-        return "?"
 
 
 class HostReading(NamedTuple):

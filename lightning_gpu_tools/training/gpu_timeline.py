@@ -26,7 +26,6 @@ import torch
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.gpu_work import (
     Gap,
-    Hold,
     HostTime,
     Part,
     Work,
@@ -118,7 +117,7 @@ class GpuTimeline:
         self.sample: _Sample | None = None  # within a step
         self._unread: deque[_Sample] = deque()
         self._spare: list[_Event] = []
-        self._sleep = compat.gpu_sleep()
+        self._sleep = compat.find(compat.GPU_SLEEP)
         self._cycles_per_s = _CYCLES_PER_S
         self._origin: _Event = None
         self._origin_s = 0.0
@@ -281,16 +280,17 @@ class GpuTimeline:
         return self._begin_part(sample, phase)
 
     def _begin_part(self, sample: _Sample, phase: str) -> _Event:
-        first = event = sample.events[-1] if sample.parts else self._event(sample)
-        hold = None
+        begin = sample.events[-1] if sample.parts else self._event(sample)
+        part = Part(phase, begin, 0.0)
         if sample.kind == "held" and phase in _HELD and self._sleep is not None:
-            seconds, host_s = self._work[phase].hold_s(sum(part.phase == phase for part in sample.parts))
-            if seconds:
-                hold = Hold(event, int(seconds * self._cycles_per_s), host_s)
-                self._sleep(hold.cycles)
-                event = self._event(sample)
-        sample.parts.append(Part(phase, event, self._clock.now_s, hold))
-        return first
+            sleep_s, part.needed_s = self._work[phase].hold_s(sum(one.phase == phase for one in sample.parts))
+            if sleep_s:
+                part.cycles = int(sleep_s * self._cycles_per_s)
+                self._sleep(part.cycles)
+                part.hold, part.begin = begin, self._event(sample)
+        part.begin_s = self._clock.now_s
+        sample.parts.append(part)
+        return begin
 
     def _end_part(self, sample: _Sample) -> None:
         part = sample.parts[-1]
@@ -343,7 +343,7 @@ class GpuTimeline:
             work.has_synced |= any(part.has_synced for part in parts)
             for part in parts:
                 if part.hold is not None:
-                    self._cycles_per_s = part.hold.cycles / max(1e-6, part.hold.slept_s(part.begin))
+                    self._cycles_per_s = part.cycles / max(1e-6, part.slept_s)
             if all(part.is_work for part in parts):
                 if not (validates and phase == AFTER_STEP):
                     work.seconds.append(sum(part.gpu_s for part in parts))

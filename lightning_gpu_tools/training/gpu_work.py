@@ -21,18 +21,6 @@ _MAX_HOLD_S = 0.1
 _Event = Any  # torch.cuda.Event, which has no types
 
 
-class Hold(NamedTuple):
-    """A sleep of the GPU before a part."""
-
-    since: _Event
-    cycles: int
-    host_s: float  # time that the host needs for the part
-
-    def slept_s(self, until: _Event) -> float:
-        """Return the seconds that the GPU slept. Only valid once the GPU has finished the sleep."""
-        return float(self.since.elapsed_time(until)) / 1e3
-
-
 @dataclass(slots=True)
 class Part:
     """Everything that the host queues in one phase, up to the next phase or its next wait for the GPU."""
@@ -40,7 +28,9 @@ class Part:
     phase: str
     begin: _Event
     begin_s: float  # host time
-    hold: Hold | None
+    hold: _Event = None  # since when the GPU slept before it; None if it did not
+    cycles: int = 0  # of that sleep
+    needed_s: float = 0.0  # time that the host needed for it in an earlier step
     end: _Event = None
     host_s: float = 0.0
     was_behind: bool = False  # the GPU began it only after all of it was queued
@@ -52,12 +42,16 @@ class Part:
         return float(self.begin.elapsed_time(self.end)) / 1e3
 
     @property
+    def slept_s(self) -> float:
+        """Seconds that the GPU slept before it."""
+        return 0.0 if self.hold is None else float(self.hold.elapsed_time(self.begin)) / 1e3
+
+    @property
     def is_work(self) -> bool:
         """Whether the GPU worked all of that time."""
         if not self.has_synced:
             return self.was_behind
-        # A sync within backward is reported only after it.
-        return self.phase != BACKWARD and self.hold is not None and self.hold.slept_s(self.begin) > self.hold.host_s
+        return self.phase != BACKWARD and self.slept_s > self.needed_s  # a sync within backward is reported after it
 
 
 class Work:
@@ -80,10 +74,11 @@ class Work:
 
     def hold_s(self, number: int) -> tuple[float, float]:
         """Return the seconds that the GPU has to sleep before a part (0: no sleep), and the host's time for it."""
-        if number >= len(self.watched) or len(self.seconds) >= _ENOUGH_HELD:
+        is_done = len(self.seconds) >= _ENOUGH_HELD or self.failed >= _MAX_FAILED + len(self.seconds)
+        if number >= len(self.watched) or is_done:
             return 0.0, 0.0
-        host_s, is_possible = self.watched[number].host_s, self.failed < _MAX_FAILED + len(self.seconds)
-        if self.watched[number].was_behind or host_s > _MAX_HOLD_S or not is_possible:
+        host_s = self.watched[number].host_s
+        if self.watched[number].was_behind or host_s > _MAX_HOLD_S:
             return 0.0, 0.0
         return min(_MAX_HOLD_S, _HOLD * float(2**self.failed) * host_s), host_s
 

@@ -16,12 +16,11 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import median
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -34,7 +33,7 @@ from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.dataset import DatasetGrowth, GrownAttribute
-from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, MONITORING, PAUSES, base_phase, is_backward
+from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, MONITORING, PAUSES, base_phase
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.source_lines import LineCounts, line_of
 from lightning_gpu_tools.training.stacks import WorkerStacks, write_stack_at_signal
@@ -44,16 +43,12 @@ SWITCH_S = 0.0001  # 2% of Python's default: see above
 # Our defaults.
 MEAN_S = 1 / 20  # between two samples
 WINDOW_SAMPLES = 200  # over 10 s: shares are then accurate to 7 points (95%)
-_MAX_WINDOWS = 5  # per training
 _IDLE_S = 0.5  # poll interval while there is nothing to sample
-_NEW_PACE = 1.25  # a new window begins if steps are this much slower or faster than in the last one
-_PACE_BLOCKS = 5  # the pace is the median of this many blocks of steps, so that one slow block does not matter
 _WORKER_START_S = 1.0  # in which a worker imports modules and opens files
 _SAVE_EVERY = 40  # samples of a worker
 _MAX_WORKERS = 256  # to sample: each epoch may start new ones
 
-WORKER_LOOP = "_utils.worker._worker_loop"  # private in torch.utils.data. Without it, no line of a worker is reported.
-_worker_loop = compat.worker_loop()  # before any code replaces it
+_worker_loop = compat.find(f"utils.data.{compat.WORKER_LOOP}")  # before any code replaces it
 
 
 class _Sampler(BackgroundJobs):
@@ -105,15 +100,8 @@ class _Sampler(BackgroundJobs):
         self._patches.undo()
 
 
-def _is_of_c(frame: FrameType) -> bool:
-    """Return whether a thread was started by code other than Python's, by its innermost frame."""
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code.co_name not in ("_bootstrap", "<module>")
-
-
 class LineSampler(_Sampler):
-    """A sampler of a training thread: 10 s of steady steps, again when their pace changes, and 10 s of each pause."""
+    """A sampler of a training thread: 10 s of steady steps, and 10 s of each kind of pause."""
 
     def __init__(self, clock: StepClock, workers: WorkerLines, loaders: Callable[[], Sequence[object]]) -> None:
         super().__init__()
@@ -122,11 +110,7 @@ class LineSampler(_Sampler):
         self._clock = clock
         self._workers = workers
         self._loaders = loaders
-        self._taken: Counter[str] = Counter()  # samples in this window, by pause; "" for steps
-        self._windows = 1
-        with frames_kept():
-            self._others = set(sys._current_frames())  # threads seen before training or outside backward
-        self._step_s: float | None = None  # pace in the last window, once it has ended
+        self._taken: Counter[str] = Counter()  # samples by pause; "" for steps
 
     def start(self) -> None:
         """Start sampling once there are steady steps."""
@@ -139,44 +123,21 @@ class LineSampler(_Sampler):
             return _IDLE_S
         phase = base_phase(clock.current.phase)
         of = phase if phase in PAUSES else ""
-        if self._taken[of] >= WINDOW_SAMPLES and not self._begins_anew():
+        if self._taken[of] >= WINDOW_SAMPLES:
             return _IDLE_S
         self._taken[of] += 1
         return 0.0
-
-    def _begins_anew(self) -> bool:
-        """Begin another window if the pace of the steps has changed."""
-        blocks = self._clock.blocks[-_PACE_BLOCKS:]
-        if self._windows >= _MAX_WINDOWS or len(blocks) < _PACE_BLOCKS:
-            return False
-        step_s = median(block.step_s for block in blocks)
-        if self._step_s is None:
-            self._step_s = step_s
-        if 1 / _NEW_PACE <= step_s / max(self._step_s, 1e-9) <= _NEW_PACE:
-            return False
-        self._windows += 1
-        self._step_s = None
-        self._taken.clear()
-        return True
 
     @override
     def _read_frame(self) -> tuple[str, FrameType | None]:
         # In one expression, within which Python does not switch threads. Afterwards the thread may be elsewhere.
         phase, frames = self._clock.current.phase, sys._current_frames()
-        frame = self._frame(frames, phase)
+        frame = frames.get(self._thread_id)
         # This frame is in them and would hold itself, and with it the step's batch and activations until a collection.
         frames.clear()
         if phase == DATA_LOADING and len(loaders := self._loaders()) > 1:
             self.waits[compat.loader_waited_for(frame, loaders)] += 1
         return phase, frame
-
-    def _frame(self, frames: Mapping[int, FrameType], phase: str) -> FrameType | None:
-        """Return the frame of autograd's thread for a GPU, if this thread waits for it and it runs Python."""
-        if not is_backward(phase):
-            self._others |= frames.keys()  # autograd's runs Python only in backward
-            return frames.get(self._thread_id)
-        autograds = (frame for thread, frame in frames.items() if thread not in self._others and _is_of_c(frame))
-        return next(autograds, None) or frames.get(self._thread_id)
 
     def seen(self, worker_pids: Collection[int]) -> tuple[SourceLine, ...]:
         """Return the sampled lines of the training thread and of these workers, most frequent first."""

@@ -20,8 +20,8 @@ from lightning_gpu_tools.training.background import BackgroundJobs
 
 # Our defaults.
 TIMEOUT_S = 5.0  # total wait for all ranks when training ends; they end almost at the same time
-_FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0  # publishing interval: the first, its growth factor, the longest
-_GATHER = 1 / 2  # of that interval: when entries are read after publishing
+# Interval of publishing, and then reading: the first, its growth factor, the longest.
+_FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0
 _POLL_S = 0.005
 _ANSWER_S = 1.0  # wait for the store after a failure
 
@@ -119,7 +119,6 @@ class RankExchange(BackgroundJobs):
         self._is_new = self._has_begun = False
         self._interval_s = _FIRST_S
         self._wanted_s = monotonic() + _FIRST_S
-        self._gather_s = math.inf
         self._ending: tuple[float, float] | None = None  # start time and time limit
         self._ended = threading.Event()
 
@@ -188,7 +187,6 @@ class RankExchange(BackgroundJobs):
         if self._is_new:
             self._is_new = False
             self._board.post(**self._facts)
-            self._gather_s = min(self._gather_s, monotonic() + _GATHER * self._interval_s)
         if ending is not None:
             return self._end(*ending)
         now_s = monotonic()
@@ -196,14 +194,12 @@ class RankExchange(BackgroundJobs):
             self.wanted = True
             self._interval_s = min(_LONGER * self._interval_s, _EVERY_S)
             self._wanted_s = now_s + self._interval_s
-        if now_s >= self._gather_s:
-            self._gather_s = math.inf
             if self._place.rank == 0:
                 self._board.read_all()
                 self._receive(self.entries())
             elif self._place.local_rank == 0:
                 self._board.read(self._ranks_of_node())
-        return min(self._wanted_s, self._gather_s) - monotonic()
+        return self._wanted_s - monotonic()
 
     def _ranks_of_node(self) -> range:
         place = self._place

@@ -33,7 +33,7 @@ class RankWaits:
         self._accounts: dict[Account, Account] = {}
         self._around = clock.current
         self._has_computed = False
-        self._queue = compat.queue_in_backward()
+        self._queue = compat.find(compat.QUEUE_IN_BACKWARD)
 
     def timed(self, function: _Function) -> _Function:
         """Wrap a function that waits for other ranks, such as ``Work.wait``, to charge this thread's time as a wait."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import sys
@@ -10,7 +9,7 @@ import sysconfig
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from types import FrameType
@@ -34,7 +33,6 @@ _OWN_FOLDER = __file__.partition(__name__.replace(".", os.sep))[0] + _OWN + os.s
 _PYTHON = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 _FETCH_FILE = os.path.join("torch", "utils", "data", "_utils", "fetch.py")
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-_COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 # Our defaults.
 _MAX_FILES = 10_000  # in the caches
 _MAX_LINES = 1000  # to return, most frequent first
@@ -102,35 +100,25 @@ def _frames(frame: FrameType | None) -> Iterator[_Frame]:
 
 
 def _line_on(stack: Iterable[_Frame], *, or_torchs: bool = True) -> Seen | None:
-    users = library = outermost = None
+    users: _Frame | None = None
+    library: _Frame | None = None
+    outermost: _Frame | None = None
     owner: _Owner = "python"
-    seen: list[_Frame] = []
-    for place, frame in enumerate(stack):
-        seen.append(frame)
+    for frame in stack:
         owner = _owner(frame.path, frame.package)
         if owner == "trainer" and frame.function in TRAINER_FUNCTIONS:
             break
-        if owner == "user" and users is None:
-            users = place
-        elif owner in ("library", "trainer") and library is None:
-            library = place
+        if owner == "user":
+            users = users or frame
+        elif owner in ("library", "trainer"):
+            library = library or frame
         if owner == "fetch":
-            outermost = place if outermost is None else outermost
+            outermost = outermost or frame
             break
         if owner != "own":
-            outermost = place
-    places = (users, library, outermost if or_torchs or owner == "fetch" else None)
-    found = next((place for place in places if place is not None), None)
-    if found is None:
-        return None
-    frame = seen[found]
-    return Seen(shown_path(frame.path), frame.line, _function(seen[found:]), owner == "fetch")
-
-
-def _function(stack: Sequence[_Frame]) -> str:
-    """Return the function of the first frame; for a comprehension, the enclosing function."""
-    same_file = itertools.takewhile(lambda frame: frame.path == stack[0].path, stack)
-    return next((one.function for one in same_file if one.function not in _COMPREHENSIONS), stack[0].function)
+            outermost = frame
+    found = users or library or (outermost if or_torchs or owner == "fetch" else None)
+    return None if found is None else Seen(shown_path(found.path), found.line, found.function, owner == "fetch")
 
 
 def _package(path: str) -> str:

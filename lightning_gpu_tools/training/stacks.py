@@ -246,7 +246,11 @@ def called_collectives() -> tuple[GroupCalls, ...]:
                     groups.setdefault((f"{backend} {name}", description), {})[call.number] = call
     except (RuntimeError, AttributeError, KeyError, TypeError, ValueError):
         return ()  # another version of the record
-    found = [GroupCalls(*group, _last(calls)) for group, calls in groups.items()]
+    found = []
+    for group, calls in groups.items():
+        ordered = [calls[number] for number in sorted(calls)]
+        first = next((index for index, call in enumerate(ordered) if not call.is_done), len(ordered))
+        found.append(GroupCalls(*group, ordered[max(0, first - _MAX_DONE) : first + _MAX_OPEN]))
     return tuple(sorted(found, key=lambda group: all(call.is_done for call in group.calls))[:_MAX_GROUPS])
 
 
@@ -257,9 +261,3 @@ def _call(entry: dict[str, Any], operation: str) -> Call:
         text += f" of {count:,} {_DTYPES.get(dtype, dtype.lower())} number{'s' * (count != 1)}"
     is_done = bool(entry["retired"]) or entry["state"] == "completed"
     return Call(int(entry["collective_seq_id"]), text, is_done)
-
-
-def _last(calls: dict[int, Call]) -> list[Call]:
-    ordered = [calls[number] for number in sorted(calls)]
-    first = next((index for index, call in enumerate(ordered) if not call.is_done), len(ordered))
-    return ordered[max(0, first - _MAX_DONE) : first + _MAX_OPEN]

@@ -10,8 +10,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import perf_counter  # by name: a program's tests may replace those of `time`
 from typing import Any
@@ -23,7 +22,6 @@ from lightning_gpu_tools.processes import process_age_s
 from lightning_gpu_tools.training.cores import ThreadWait
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.phases import (
-    CHECKPOINT,
     DATA_LOADING,
     EPOCH_START,
     GARBAGE_COLLECTION,
@@ -32,7 +30,6 @@ from lightning_gpu_tools.training.phases import (
     PAUSES,
     TRAINING_STEP,
     UNEXPLAINED,
-    VALIDATION,
     base_phase,
     is_backward,
 )
@@ -53,8 +50,7 @@ _Function = Callable[..., Any]
 class StepClock(Stopwatch):
     """A stopwatch for the phases of training, on the training thread.
 
-    A step lasts from the start of its fetch to the start of the next one. :meth:`timed` and :meth:`booked` wrap
-    everything else.
+    A step lasts from the start of its fetch to the start of the next one.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
@@ -165,67 +161,15 @@ class StepClock(Stopwatch):
             seconds[phase] = seconds.get(phase, 0.0) + max(0.0, self.wall_s - sum(seconds.values()))
         return seconds
 
-    def timed(self, phase: str, function: _Function, except_in: str = "", thread: int | None = None) -> _Function:
-        """Wrap the function so that its time is charged to a phase. Validation and checkpoints get separate spans."""
-        timed = super().timed(phase, function, except_in, thread)
-        if phase not in (VALIDATION, CHECKPOINT):
-            return timed
-
-        def with_edges(*args: Any, **kwargs: Any) -> Any:
-            if thread is not None and threading.get_ident() != thread:
-                return function(*args, **kwargs)
-            with self.span_of_its_own():
-                return timed(*args, **kwargs)
-
-        return with_edges
-
-    @contextmanager
-    def span_of_its_own(self) -> Iterator[None]:
-        """Return a context with a separate span in the timeline."""
-        self.cut_at_edge()
-        try:
-            yield
-        finally:
-            self.cut_at_edge()
-
-    def cut_at_edge(self) -> None:
-        """End a span of the timeline here."""
-        self.timeline.cut_at_edge(self.since_s, self.seconds, self.steps)
-
-    def timed_here(self, phase: str, function: _Function, except_in: str = "") -> _Function:
-        """Wrap the function to time it only on this thread, because some loggers have their own threads."""
-        return self.timed(phase, function, except_in, threading.get_ident())
-
-    def timed_optimizer_step(self, function: _Function) -> _Function:
-        """Wrap a function that runs an optimizer's step to time it without its closure."""
-        booked = self.booked(OPTIMIZER)
-
-        def timed(optimizer: Any, closure: _Function, *args: Any, **kwargs: Any) -> Any:
-            around = self.current
-
-            def of_caller(*args: Any, **kwargs: Any) -> Any:
-                optimizing = self.switch(around)
-                try:
-                    return closure(*args, **kwargs)
-                finally:
-                    self.switch(optimizing)
-
-            with booked:
-                return function(optimizer, of_caller, *args, **kwargs)
-
-        return timed
-
     def measure_gpu(self, gpu: torch.device) -> GpuTimeline:
         """Also measure with the GPU's own clock. The caller marks the parts of a step on the returned timeline."""
-        self._gpu = GpuTimeline(gpu, self, self.as_own_work, self._leave_out_next_steps)
+        self._gpu = GpuTimeline(
+            gpu, self, self.as_own_work, lambda: self.times.left_out.update((self.steps + 1, self.steps + 2))
+        )
         return self._gpu
 
-    def _leave_out_next_steps(self) -> None:
-        self.times.left_out |= {self.steps + 1, self.steps + 2}
-
-    def begin_checkpoint(self) -> None:
-        """Begin a checkpoint, and count it unless there is another one of the same step."""
-        self.cut_at_edge()
+    def note_checkpoint(self) -> None:
+        """Count a checkpoint, unless there is another one of the same step."""
         self.checkpoints += self.steps != self._checkpoint_step
         self._checkpoint_step = self.steps
 

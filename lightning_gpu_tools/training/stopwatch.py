@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -92,16 +92,14 @@ class Stopwatch:
 
         return Booked()
 
-    def timed(
-        self, phase: str, function: Callable[..., Any], except_in: str = "", thread: int | None = None
-    ) -> Callable[..., Any]:
-        """Wrap the function so that its time is charged to a phase, except within ``except_in``, or off ``thread``."""
-        watch, clock, account = self, self._clock, self.account(phase)
+    def timed(self, phase: str, function: Callable[..., Any], except_in: str = "") -> Callable[..., Any]:
+        """Wrap the function so that its time on this thread is charged to a phase, except within ``except_in``."""
+        watch, clock, account, thread = self, self._clock, self.account(phase), get_ident()
         excepted = self.account(except_in) if except_in else None
 
         def timed(*args: Any, **kwargs: Any) -> Any:  # not with `booked`, whose two calls take longer than this
             around = watch.current
-            if around is excepted or (thread is not None and get_ident() != thread):
+            if around is excepted or get_ident() != thread:
                 return function(*args, **kwargs)
             now_s = clock()
             around.seconds += now_s - watch.since_s
@@ -150,51 +148,36 @@ class LoaderWaits:
 
 
 class PhaseTimeline:
-    """A run's time by phase, in a bounded number of spans. At the limit, neighboring spans are merged in pairs."""
+    """A run's time by phase in a bounded number of spans. At the limit, neighboring spans are merged in pairs."""
 
     def __init__(self, max_spans: int = 400, width_s: float = 0.25) -> None:
-        self.due_s = width_s  # when the next regular span ends
+        self.due_s = width_s  # when the next span ends
         self._max_spans = max_spans
         self._width_s = width_s
-        self._start_s = self._begin_s = 0.0
-        self._before: dict[str, float] = {}
-        self._steps_before = 0
-        self._spans: list[PhaseSpan] = []
+        self._edges: list[tuple[float, Mapping[str, float], int]] = []  # time, and the totals until then
 
     def start(self, now_s: float) -> None:
         """Begin the first span."""
-        self._start_s = self._begin_s = now_s
-        self.due_s = now_s + self._width_s
+        self.cut(now_s, {}, 0)
 
     def cut(self, now_s: float, seconds: Mapping[str, float], steps: int) -> None:
         """End a span. ``seconds`` by phase and ``steps`` are totals since the start."""
-        spent: dict[str, float] = {}
-        for phase, total_s in seconds.items():
-            since_s = total_s - self._before.get(phase, 0.0)
-            if since_s > 0:
-                group = phase.partition("/")[0]
-                spent[group] = spent.get(group, 0.0) + since_s
-        self._spans.append(PhaseSpan(self._begin_s, now_s, spent, steps - self._steps_before))
-        self._before, self._begin_s, self._steps_before = dict(seconds), now_s, steps
-        if len(self._spans) > self._max_spans:
-            self._spans = [_join(self._spans[i : i + 2]) for i in range(0, len(self._spans), 2)]
+        self._edges.append((now_s, dict(seconds), steps))
+        if len(self._edges) > self._max_spans:
+            self._edges[1:-1] = self._edges[2:-1:2]
             # Not shorter than these spans, or with long steps the first ones would be merged again and again.
-            self._width_s = max(2 * self._width_s, (now_s - self._start_s) / len(self._spans))
+            self._width_s = max(2 * self._width_s, (now_s - self._edges[0][0]) / len(self._edges))
         self.due_s = now_s + self._width_s
-
-    def cut_at_edge(self, now_s: float, seconds: Mapping[str, float], steps: int) -> None:
-        """End a span early because something begins or ends here, unless the span has only just begun."""
-        if now_s - self._begin_s > self._width_s / 8:
-            self.cut(now_s, seconds, steps)
 
     def spans(self) -> list[PhaseSpan]:
         """Return the spans, oldest first."""
-        start_s = self._start_s
-        return [one._replace(begin_s=one.begin_s - start_s, end_s=one.end_s - start_s) for one in self._spans]
-
-
-def _join(spans: list[PhaseSpan]) -> PhaseSpan:
-    spent: Counter[str] = Counter()
-    for span in spans:
-        spent.update(span.phase_s)  # adds the values
-    return PhaseSpan(spans[0].begin_s, spans[-1].end_s, dict(spent), sum(span.steps for span in spans))
+        found = []
+        for (begin_s, before, steps_before), (end_s, seconds, steps) in pairwise(self._edges):
+            spent: dict[str, float] = {}
+            for phase, total_s in seconds.items():
+                since_s, group = total_s - before.get(phase, 0.0), phase.partition("/")[0]
+                if since_s > 0:
+                    spent[group] = spent.get(group, 0.0) + since_s
+            start_s = self._edges[0][0]
+            found.append(PhaseSpan(begin_s - start_s, end_s - start_s, spent, steps - steps_before))
+        return found

@@ -84,23 +84,20 @@ class WorkerWatch:
         now_s, before_s, before = monotonic(), self._sampled_s, self._threads
         self._threads = {pid: thread_times(pid) for pid in compat.worker_pids(self._iterator())}
         self._sampled_s = now_s
+        elapsed_s = now_s - before_s
         for pid in self._threads.keys() & before.keys():
-            self._add_threads(pid, now_s - before_s, before[pid], self._threads[pid])
+            earlier, now = before[pid], self._threads[pid]
+            if pid not in earlier or pid not in now:  # its main thread: it has ended, or the kernel does not count
+                continue
+            added = added_times(earlier, now)
+            self._watched_s += elapsed_s
+            self._busy_s += added.ran_s
+            self._runnable_s += sum(added)
+            self._ran_s += now[pid].ran_s - earlier[pid].ran_s
+            self._delayed_s += now[pid].delayed_s - earlier[pid].delayed_s
+            if self._pool_library is None and sum(added) > MANY_THREADS * elapsed_s:
+                self._pool_library = "cv2" if "/cv2/" in read_proc(pid, "maps") else ""
         return max(_INTERVAL_S, (monotonic() - now_s) / SCAN_SHARE)
-
-    def _add_threads(
-        self, pid: int, elapsed_s: float, before: dict[int, ThreadTimes], now: dict[int, ThreadTimes]
-    ) -> None:
-        if pid not in before or pid not in now:  # its main thread: it has ended, or the kernel does not count
-            return
-        added = added_times(before, now)
-        self._watched_s += elapsed_s
-        self._busy_s += added.ran_s
-        self._runnable_s += sum(added)
-        self._ran_s += now[pid].ran_s - before[pid].ran_s
-        self._delayed_s += now[pid].delayed_s - before[pid].delayed_s
-        if self._pool_library is None and sum(added) > MANY_THREADS * elapsed_s:
-            self._pool_library = "cv2" if "/cv2/" in read_proc(pid, "maps") else ""
 
     def facts(self) -> LoadingFacts:
         """Return the observations so far."""

@@ -21,7 +21,7 @@ MIB = 2**20
 
 def train_on_the_second(folder: Path, rank: int) -> None:
     """Train a loop on GPU 1 without making it the current one, then with a Trainer; write where contexts were made."""
-    has_context = compat.has_context()
+    has_context = compat.find(compat.HAS_CONTEXT)
     layer = torch.nn.Linear(4, 1).to("cuda:1")
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
     with watch(folder=str(folder / "loop"), min_seconds=0.01) as run:

@@ -62,7 +62,7 @@ def test_every_change_is_in_the_table_and_is_put_back(tmp_path: Path) -> None:
     assert ours.during - of_lightning - listed.keys() == set()
     assert ours.after - of_lightning == set()
     assert listed["train_dataloader"]
-    of_fit = table("Every run with the monitor or the advisor", "NumWorkersFinder, ExactResume, PortableCheckpointIO")
+    of_fit = table("Every run with the monitor or the advisor", "NumWorkersFinder and ExactResume")
     assert {name for name in of_fit if name not in ours.during} <= RARE
 
 
