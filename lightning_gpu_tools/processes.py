@@ -15,10 +15,13 @@ _PF_KTHREAD = 0x00200000  # include/linux/sched.h
 class ProcessStat(NamedTuple):
     """Fields of proc_pid_stat(5)."""
 
+    name: str
     state: str
     parent: int
     started_ticks: int  # since boot
     is_kernel_thread: bool
+    cpu_s: float
+    core: int  # on which it last ran
 
 
 def read_kernel_file(path: str | os.PathLike[str]) -> str:
@@ -32,11 +35,19 @@ def read_kernel_file(path: str | os.PathLike[str]) -> str:
 
 def process_stat(pid: int) -> ProcessStat | None:
     """Return the kernel's facts about a process; ``None`` if it has ended or is hidden."""
-    fields = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # skip the name, which may contain ")"
+    head, _, rest = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")  # after the name, which may contain ")"
+    fields = rest.split()  # from the third one on
     if not fields:
         return None
-    is_kernel_thread = bool(int(fields[6]) & _PF_KTHREAD)
-    return ProcessStat(fields[0], int(fields[1]), int(fields[19]), is_kernel_thread)  # fields 3, 4, 22 and 9
+    return ProcessStat(
+        name=head.partition("(")[2],
+        state=fields[0],
+        parent=int(fields[1]),
+        started_ticks=int(fields[19]),
+        is_kernel_thread=bool(int(fields[6]) & _PF_KTHREAD),
+        cpu_s=(int(fields[11]) + int(fields[12])) / TICKS_PER_S,
+        core=int(fields[36]),
+    )
 
 
 def process_age_s() -> float | None:

@@ -13,23 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.memory.blocks import (
-    MemoryRecorder,
-    blocks_at_peak,
-    by_line,
-    events_with_growth,
-    live_blocks,
-    peak_bytes,
-    recorded_events,
-    segments,
-)
-from lightning_gpu_tools.memory.holdings import (
-    Training,
-    count_gradients,
-    count_holdings,
-    fixed_sizes_of,
-    weights_of,
-)
+from lightning_gpu_tools.memory import blocks, holdings
 from lightning_gpu_tools.memory.readings import (
     Block,
     MemoryReading,
@@ -76,7 +60,7 @@ class MemoryCounters:
     In other steps each call costs one comparison.
     """
 
-    def __init__(self, training: Training, clock: StepClock) -> None:
+    def __init__(self, training: holdings.Training, clock: StepClock) -> None:
         assert training.gpu is not None
         self.when_read: Callable[[], None] = lambda: None  # called after a step
         self.failure: Exception | None = None  # the error that ended the readings
@@ -95,10 +79,12 @@ class MemoryCounters:
         self._recorded: list[StepMemory] = []
         self._is_recorded = True  # all steps so far that a replay needs
         self._steps_read = 0
-        self._recorder = MemoryRecorder()
+        self._recorder = blocks.MemoryRecorder()
         self._records_step = False
         self._replays = 0  # of CUDA graphs before the step that is read
         self.usual: set[int] = set()  # addresses of recorded blocks that the optimizer's first step has left
+        self._earlier: set[int] = set()  # addresses of blocks from before training
+        self._batch: set[int] = set()  # of blocks allocated between then and the step, until holdings are known
         self._gradients_bytes = 0
         self._optimizer_steps = training.optimizer_steps
         self._do(self._begin)
@@ -108,7 +94,8 @@ class MemoryCounters:
         if before is None:
             self.next_step = math.inf
             return
-        held = count_holdings(self._training)
+        held = holdings.count_holdings(self._training)
+        self._earlier = {one.address for one in blocks.live_blocks(self._gpu)}
         self._total_bytes = torch.cuda.get_device_properties(self._gpu).total_memory
         self._facts = RankMemory(
             latest=before,
@@ -211,15 +198,17 @@ class MemoryCounters:
     def _note(self, moment: str, phase: str) -> None:
         self._moments.setdefault(moment, self._read(phase))
         facts = self._known
+        if moment == "begin" and facts.holdings is None:
+            self._batch = {one.address for one in blocks.live_blocks(self._gpu)} - self._earlier
         if moment == "after_backward" and not self._gradients_bytes:
-            self._gradients_bytes = count_gradients(self._training)
+            self._gradients_bytes = holdings.count_gradients(self._training)
         elif moment == "begin" and facts.holdings is not None and facts.last_step is facts.first_step:
-            kept = replace(facts.holdings, gradients_kept_bytes=count_gradients(self._training))
+            kept = replace(facts.holdings, gradients_kept_bytes=holdings.count_gradients(self._training))
             self._facts = replace(facts, holdings=kept)
 
     def _record_step(self) -> None:
         if self._known.last_step is None:
-            self._segments = segments(self._gpu)
+            self._segments = blocks.segments(self._gpu)
         self._recorder.start("all")
         self._records_step = self._recorder.is_recording
 
@@ -229,7 +218,7 @@ class MemoryCounters:
         Returns the bytes that it adds at its peak, and the events to replay; nothing without a complete record.
         """
         is_replayed, is_begun, self._records_step = self._is_replayed(), self._records_step, False
-        events = recorded_events(self._gpu) if is_begun else []
+        events = blocks.recorded_events(self._gpu) if is_begun else []
         if is_begun:
             self._recorder.stop()
         moments = {name: reading.allocations for name, reading in self._moments.items()}
@@ -242,13 +231,15 @@ class MemoryCounters:
         # With manual optimization there may be several backwards, and not all work after the first is the optimizer's.
         after_backward = moments.get("after_backward", end) if "after_forward" in moments else end
         ends = after_forward - begin, after_backward - begin
-        self._facts = replace(self._known, peak_lines=by_line(blocks_at_peak(events, ends)))
+        self._facts = replace(self._known, peak_lines=blocks.by_line(blocks.blocks_at_peak(events, ends)))
         found: tuple[Block, ...] = ()
         if is_replayed:
             is_mixed = "mixed" in (self._training.precision or "")
-            fixed = fixed_sizes_of(self._gpu)
-            found = events_with_growth(events, ends, weights_of(self._training), is_mixed=is_mixed, fixed=fixed)
-        return peak_bytes(events), found
+            fixed = holdings.fixed_sizes_of(self._gpu)
+            found = blocks.events_with_growth(
+                events, ends, holdings.weights_of(self._training), is_mixed=is_mixed, fixed=fixed
+            )
+        return blocks.peak_bytes(events), found
 
     def _keep_step(self) -> None:
         added_bytes, events = self._take_record()
@@ -269,9 +260,9 @@ class MemoryCounters:
         optimized = self._training.optimizer_steps - self._optimizer_steps
         has_state = any(one.state for one in self._training.optimizers)
         if facts.holdings is None and optimized >= (1 if has_state else _MAX_SKIPPED_STEPS):
-            held = count_holdings(self._training)
+            held = holdings.count_holdings(self._training, self._batch)
             held = replace(held, gradients_bytes=max(held.gradients_bytes, self._gradients_bytes))
-            self.usual = {one.address for one in live_blocks(self._gpu) if one.stack}
+            self.usual = {one.address for one in blocks.live_blocks(self._gpu) if one.stack}
             free_bytes, _ = torch.cuda.mem_get_info(self._gpu)
             room_bytes = min(self._moments["end"].reserved_bytes + free_bytes, compat.allowed_bytes(self._gpu))
             facts = replace(facts, first_step=step, holdings=held, room_bytes=int(room_bytes))
@@ -313,6 +304,6 @@ class MemoryCounters:
         if facts is None or self.failure is not None:
             return None
         if facts.holdings is not None and not self.is_reading:
-            left = (one for one in live_blocks(self._gpu) if one.stack and one.address not in self.usual)
-            facts = replace(facts, kept_lines=by_line(left))
+            left = (one for one in blocks.live_blocks(self._gpu) if one.stack and one.address not in self.usual)
+            facts = replace(facts, kept_lines=blocks.by_line(left))
         return replace(facts, recorded=self.recorded)

@@ -96,14 +96,8 @@ class MemoryHoldings:
     @property
     def between_steps_bytes(self) -> int:
         """The part that remains between two steps."""
-        return (
-            self.parameters_bytes
-            + self.gradients_kept_bytes
-            + self.gradient_buckets_bytes
-            + self.optimizer_bytes
-            + self.buffers_bytes
-            + self.workspaces_bytes
-        )
+        kept_bytes = self.gradients_kept_bytes + self.gradient_buckets_bytes + self.workspaces_bytes
+        return self.model_bytes - self.gradients_bytes + kept_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -171,12 +171,10 @@ def _when_it_failed(now: MemoryReading | None, in_message: MemoryReading | None)
 
 
 def _allocator_settings() -> str:
-    try:
-        settings = compat.allocator_settings()
-    except Exception:  # noqa: BLE001 - CUDA itself may have failed, or the record has other names
-        return ""
-    # If both variables are set, torch follows this one.
-    return f"{'PYTORCH_ALLOC_CONF' if 'PYTORCH_ALLOC_CONF' in os.environ else 'PYTORCH_CUDA_ALLOC_CONF'}={settings}"
+    # If both variables are set, torch follows the first one.
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    name = next((name for name in names if name in os.environ), names[-1])
+    return f"{name}={os.environ.get(name, '')}"
 
 
 def _phase_of(error: BaseException) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,10 +12,13 @@ from torch.utils.data import DataLoader
 from lightning_gpu_tools.loaders.inside import Inside
 from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.memory.holdings import Training
+from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.training.line_sampler import WorkerLines
+from lightning_gpu_tools.training.phases import LOGGING
 from lightning_gpu_tools.training.rank_exchange import RankPlace
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoaderSettings, Stage
+from lightning_gpu_tools.training.step_clock import StepClock
 
 
 class Run(Training, Protocol):
@@ -71,21 +75,35 @@ def slowest_loader(run: Run) -> DataLoader[Any] | None:
     return loader if isinstance(loader, DataLoader) else None
 
 
-class Timer(Protocol):
+class Timer:
     """The driver of a session's clock."""
 
-    rank_waits: RankWaits  # moves waiting for other ranks out of the clock's phases
-    worker_lines: WorkerLines
-    memory: MemoryCounters | None  # of this rank's GPU; None on another device
-    fault: Exception | None  # the error that ended the timing
+    def __init__(self, clock: StepClock) -> None:
+        self.clock = clock
+        self.rank_waits = RankWaits(clock)  # moves waiting for other ranks out of the clock's phases
+        self.memory: MemoryCounters | None = None  # of this rank's GPU; None on another device
+        self.fault: Exception | None = None  # the error that ended the timing
+        self.patches = Patches()
+        self.worker_lines = WorkerLines()
+
+    def time_loggers(self, loggers: Sequence[Any]) -> None:
+        """Time what the loggers write, which no action of a Trainer covers."""
+        for logger in loggers:
+            timed = partial(self.clock.timed, f"{LOGGING}/{type(logger).__name__}")
+            for method in ("log_metrics", "save"):
+                self.patches.put(logger, method, timed)
 
     @property
     def is_trial(self) -> bool:
         """Whether a tuner runs a trial. Trials are not measured."""
+        return False
 
     @property
     def unseen(self) -> list[str]:
         """The parts that could not be timed."""
+        return self.patches.missing
 
     def stop(self) -> None:
         """Stop the clock and restore everything, once."""
+        self.clock.stop()
+        self.patches.undo()

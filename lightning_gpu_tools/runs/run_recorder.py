@@ -128,8 +128,7 @@ class RunRecorder:
             found += self.gpus.watch.refused
             if self.ranks.exchange.ranks < self.run.place.world_size:
                 found.append("torch.distributed's store")
-        compiled = self.reader.read("the compilations of torch.compile", self.compilations.facts, None)
-        found += clock.unseen(compiled is not None)
+        found += clock.unseen
         if self._timer.rank_waits.unseen:
             found.append("waiting for other ranks within backward")
         if self.memory is not None and self.memory.failure is not None:

@@ -87,7 +87,7 @@ class PortableCheckpointIO(CheckpointIO):
         self.inner = inner
         self.verify = verify
         self._trainer: Callable[[], Trainer | None] = _nobody
-        _plugins.add(self)
+        plugins.add(self)
 
     def attach(self, trainer: Trainer) -> None:
         """Use the keys of this trainer's model from now on, without keeping the trainer alive.
@@ -170,7 +170,7 @@ class PortableCheckpointIO(CheckpointIO):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _plugins.add(self)  # ddp_spawn sends a copy to its processes
+        plugins.add(self)  # ddp_spawn sends a copy to its processes
 
     def _model(self) -> LightningModule | None:
         trainer = self._trainer()
@@ -301,12 +301,7 @@ def _refuse_weights_alone(checkpoint: Mapping[str, Any], trainer: Trainer, path:
         )
 
 
-def introductions() -> list[Callback]:
-    """Return the callback that hands trainers to their plugins, if there are any plugins."""
-    return [PortableCheckpointHooks()] if _plugins else []
-
-
-_plugins: weakref.WeakSet[PortableCheckpointIO] = weakref.WeakSet()
+plugins: weakref.WeakSet[PortableCheckpointIO] = weakref.WeakSet()
 
 
 def _nobody() -> None:

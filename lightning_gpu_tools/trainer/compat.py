@@ -62,15 +62,9 @@ def loads_with_torch(plugin: Any) -> bool:
     return bool(type(plugin).load_checkpoint.__module__.endswith(".plugins.io.torch_io"))
 
 
-def train_iterators(trainer: Trainer) -> Sequence[object]:
-    """Return the iterators of the training loaders. Lost: the workers."""
-    return getattr(_iterator_over_all(trainer.fit_loop), "iterators", None) or ()
-
-
-def iterator_of(loop: Any) -> object | None:
-    """Return the iterator of the current loader of a loop that reads its loaders in turn. Lost: the workers."""
-    iterators = getattr(_iterator_over_all(loop), "iterators", None)
-    return iterators[0] if iterators else None
+def iterators_of(loop: Any) -> Sequence[object]:
+    """Return the iterators of a loop's loaders; of one that reads them in turn, the current one. Lost: the workers."""
+    return getattr(_iterator_over_all(loop), "iterators", None) or ()
 
 
 def loaders_of(loop: Any) -> Sequence[object]:

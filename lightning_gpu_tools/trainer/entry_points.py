@@ -35,10 +35,10 @@ def callbacks_factory() -> list[Callback]:
         return []
     callbacks: list[Callback] = []
     # Without this module there is no plugin.
-    plugins = sys.modules.get("lightning_gpu_tools.trainer.checkpoint_plugin")
-    if plugins is not None:
+    module = sys.modules.get("lightning_gpu_tools.trainer.checkpoint_plugin")
+    if module is not None and module.plugins:
         lost = "PortableCheckpointIO cannot rename keys to fit the model"
-        callbacks += _or_warn(lost, lambda: plugins.introductions())
+        callbacks += _or_warn(lost, lambda: [module.PortableCheckpointHooks()])
     if _advises():
         callbacks += _or_warn("LIGHTNING_GPU_TOOLS=advise has no effect", _monitor_and_advisor)
     return callbacks

@@ -80,6 +80,7 @@ class TrainerRun(Run):
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._loop: Any = trainer.fit_loop
         self.place, self.gpus = place_of(trainer), gpus_of(trainer)
         self.gpu = self.gpus[self.place.local_rank % len(self.gpus)] if self.gpus else None
         self._loaders: tuple[object, Sequence[Inside]] = None, ()
@@ -107,7 +108,7 @@ class TrainerRun(Run):
     @property
     @override
     def iterator(self) -> object | None:
-        iterators = compat.train_iterators(self._trainer)
+        iterators = compat.iterators_of(self._loop)
         place = self.slowest if len(iterators) == len(self.loaders) else 0
         return iterators[place] if iterators else None
 
@@ -176,11 +177,6 @@ class EvaluationRun(TrainerRun):
     @override
     def _given(self) -> object:
         return compat.loader_of(self._loop)
-
-    @property
-    @override
-    def iterator(self) -> object | None:
-        return compat.iterator_of(self._loop)
 
     @property
     @override

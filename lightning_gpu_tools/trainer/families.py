@@ -166,9 +166,14 @@ class GuardedCallback(Callback):
     def _give_up(self) -> None:
         """Do nothing more in this run."""
 
+    yields = False  # does nothing if the user has a callback of the same class
+
     def is_superfluous(self, callbacks: Sequence[Callback]) -> bool:
-        """Return whether an earlier callback is of the same class, and warn: two would report everything twice."""
-        same = [one for one in callbacks if type(one) is type(self) and not getattr(one, "yields", False)]
+        """Return whether another callback of the same class acts, and warn if both are the user's."""
+        all_same = [one for one in callbacks if isinstance(one, front_of(type(self)))]
+        same = [one for one in all_same if not one.yields]
+        if self.yields:  # Lightning has added ours to the user's list, perhaps for an earlier Trainer as well
+            return bool(same) or self not in all_same[:1]
         if self in same[:1] or self not in same:
             return False
         name = type(self).__name__

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_gpu_tools.gpus.watch import Phase
 from lightning_gpu_tools.loaders.settings import batch_shape, first_tensor
 from lightning_gpu_tools.memory.counters import MemoryCounters
-from lightning_gpu_tools.patches import Patches, after, before
+from lightning_gpu_tools.patches import after, before
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.run import Timer
 from lightning_gpu_tools.trainer import compat
@@ -25,8 +25,6 @@ from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of, ove
 from lightning_gpu_tools.training import phases
 from lightning_gpu_tools.training.compat import WORKER_LOOP, keep_from_compiler
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
-from lightning_gpu_tools.training.line_sampler import WorkerLines
-from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.step_clock import StepClock
 
 # Of a fit: other validation hooks are part of the validation phase.
@@ -59,23 +57,6 @@ _MAX_CONTEXTS = 1000  # our default: a user's own actions may have numbers in th
 _Context = AbstractContextManager[Any]
 
 
-class Names(NamedTuple):
-    """The names under which Lightning calls what is timed in a run."""
-
-    hooks: Collection[str]  # of callbacks
-    users_hooks: Collection[str]  # of the model and the data module
-    parts: Mapping[str, str]  # phases of a step, by the strategy's hook
-    batch_start: str  # like on_after_batch_transfer, it gets a batch before its step, and may have kernels of its own
-
-
-OF_FIT = Names(
-    hooks=_FIT_HOOKS,
-    users_hooks=(_FIT_HOOKS - {"on_validation_end"}) | _TRANSFER_HOOKS | _STEP_PARTS.keys() | {"lr_scheduler_step"},
-    parts=_STEP_PARTS,
-    batch_start="on_train_batch_start",
-)
-
-
 class FitTimer(Timer):
     """A timer that drives the step clock of a fit, from ``Callback.setup`` to its end.
 
@@ -83,6 +64,14 @@ class FitTimer(Timer):
     ``ending`` gets the batches of some steps, and of one that fails. ``enter`` is called with the phase when validation
     begins and when training resumes, and ``step_ended`` with the batch of each step.
     """
+
+    hooks: Collection[str] = _FIT_HOOKS  # of callbacks, to time
+    users_hooks: Collection[str] = (  # of the model and the data module
+        (_FIT_HOOKS - {"on_validation_end"}) | _TRANSFER_HOOKS | _STEP_PARTS.keys() | {"lr_scheduler_step"}
+    )
+    parts: Mapping[str, str] = _STEP_PARTS  # phases of a step, by the strategy's hook
+    # Like on_after_batch_transfer, it gets a batch before its step, and may have kernels of its own.
+    batch_start = "on_train_batch_start"
 
     def __init__(
         self,
@@ -92,21 +81,15 @@ class FitTimer(Timer):
         enter: Callable[[Phase], None] = lambda phase: None,
         step_ended: Callable[[Any], None] = lambda batch: None,
     ) -> None:
-        self.clock = clock
+        super().__init__(clock)
         self._step_ended = step_ended
         self._ending = ending
-        self.fault: Exception | None = None
-        self.rank_waits = RankWaits(clock)
-        self.memory: MemoryCounters | None = None
-        self.names = OF_FIT
         self._trainer = trainer
         self._run = ending.run
         self._enter = enter
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
-        self._patches = Patches()
-        self._wrap = partial(self._patches.put, trainer)
-        self.worker_lines = WorkerLines()
-        self._patches.put(torch.utils.data, WORKER_LOOP, self.worker_lines.sampled)
+        self._wrap = partial(self.patches.put, trainer)
+        self.patches.put(torch.utils.data, WORKER_LOOP, self.worker_lines.sampled)
         self._time_run()
 
     def _time_run(self) -> None:
@@ -124,16 +107,6 @@ class FitTimer(Timer):
             self.fault = error
             self.stop()
 
-    @override
-    def stop(self) -> None:
-        self.clock.stop()
-        self._patches.undo()
-
-    @property
-    @override
-    def unseen(self) -> list[str]:
-        return self._patches.missing
-
     @property
     @override
     def is_trial(self) -> bool:
@@ -150,19 +123,16 @@ class FitTimer(Timer):
             return
         keep_from_compiler()
         if self._trainer.world_size > 1:
-            self._patches.put(torch.distributed, "Work.wait", self.rank_waits.timed)
+            self.patches.put(torch.distributed, "Work.wait", self.rank_waits.timed)
         self._time_loop()
         for method in compat.METRICS:
             self._time(method, f"{phases.LOGGING}/{phases.SELF_LOG}", except_in=phases.VALIDATION)
-        for logger in self._trainer.loggers:
-            timed = partial(self.clock.timed, f"{phases.LOGGING}/{type(logger).__name__}")
-            for method in ("log_metrics", "save"):  # which no action covers
-                self._patches.put(logger, method, timed)
+        self.time_loggers(self._trainer.loggers)
         profiler, context = self._trainer.profiler, _contexts(self._context)  # type: ignore[attr-defined]
         if type(profiler) is base_of(profiler, "PassThroughProfiler"):  # does nothing, but takes time
-            self._patches.put(profiler, "profile", lambda profile: context)
+            self.patches.put(profiler, "profile", lambda profile: context)
         else:
-            self._patches.put(profiler, "profile", lambda profile: _around(profile, context))
+            self.patches.put(profiler, "profile", lambda profile: _around(profile, context))
         self.clock.start()
         self.clock.switch(self.clock.account(phases.TRAINER))
 
@@ -220,7 +190,7 @@ class FitTimer(Timer):
     def _measure_gpu_steps(self, device: torch.device, run: str, first_part: str) -> tuple[GpuTimeline, MemoryCounters]:
         gpu = self.rank_waits.gpu = self.clock.measure_gpu(device)
         memory = self.memory = MemoryCounters(self._run, self.clock)
-        self._patches.put(torch.cuda, "CUDAGraph.replay", gpu.counted)
+        self.patches.put(torch.cuda, "CUDAGraph.replay", partial(before, gpu.note_replay))
         self._wrap(run, partial(_measured_step, self.clock, gpu, memory, self._ending, first_part))
         return gpu, memory
 
@@ -241,13 +211,40 @@ class FitTimer(Timer):
         self._wrap(f"profiler.{method}", noticing)
 
     def _context(self, action: str) -> _Context:
-        context, gpu = action_context(action, self._trainer, self.clock, self.names), self.rank_waits.gpu
+        """Return the context that books an action such as ``"[Callback]EarlyStopping.on_train_batch_end"``."""
+        clock, gpu = self.clock, self.rank_waits.gpu
+        if action == compat.RUN_STEP:
+            return clock.booked(phases.TRAINING_STEP, action)
         if action == compat.SAVE_CHECKPOINT:
-            return _Marked(self.clock.note_checkpoint, context)
-        gets_batch = action.rpartition(".")[2] in ("on_after_batch_transfer", self.names.batch_start)
-        if gpu is None or not gets_batch or isinstance(context, _Untimed):
-            return context
-        return _Marked(gpu.enter_hook, context)
+            return _Marked(clock.note_checkpoint, clock.booked(phases.CHECKPOINT, action))
+        owner, _, name = action.removeprefix("[").partition("]")
+        hook = name.rpartition(".")[2]
+        if owner == "Strategy" and hook == "batch_to_device":
+            return clock.booked(phases.HOST_TO_DEVICE_COPY, action, except_in=phases.VALIDATION)
+        phase = self._phase_of(action, owner, hook)
+        if phase is None:
+            return _Untimed(action)
+        context = clock.booked(phase, action, except_in=phases.VALIDATION if hook in _TRANSFER_HOOKS else "")
+        gets_batch = hook in ("on_after_batch_transfer", self.batch_start)
+        return context if gpu is None or not gets_batch else _Marked(gpu.enter_hook, context)
+
+    def _phase_of(self, action: str, owner: str, hook: str) -> str | None:
+        trainer = self._trainer
+        if owner == "Callback":
+            callbacks = trainer.callbacks if hook in self.hooks else ()  # type: ignore[attr-defined]
+            return _callback_phase(action, hook, callbacks)
+        if owner == "LightningDataModule" and hook in self.users_hooks:
+            return _users_phase(trainer.datamodule, owner, hook)  # type: ignore[attr-defined]
+        if owner == "LightningModule" and hook in self.users_hooks:
+            users = _users_phase(trainer.lightning_module, owner, hook)
+            if users is not None:
+                return users
+            if hook == "lr_scheduler_step":
+                schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
+                return f"{phases.CALLBACK}/{' and '.join(schedulers)}.step"
+            if hook != "configure_gradient_clipping" or trainer.gradient_clip_val:
+                return self.parts.get(hook)
+        return self.parts.get(hook) if owner == "Strategy" else None
 
 
 class EvaluationTimer(FitTimer):
@@ -262,7 +259,8 @@ class EvaluationTimer(FitTimer):
         name = self._name = "validation" if stage == "validate" else stage
         moments = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
         hooks = frozenset(f"on_{name}_{moment}" for moment in moments)
-        self.names = Names(hooks, hooks | _TRANSFER_HOOKS, {f"{name}_step": phases.FORWARD}, f"on_{name}_batch_start")
+        self.hooks, self.users_hooks = hooks, hooks | _TRANSFER_HOOKS
+        self.parts, self.batch_start = {f"{name}_step": phases.FORWARD}, f"on_{name}_batch_start"
         self._time_from(f"{stage}_loop.{compat.EVALUATION[stage]}", to=f"{stage}_loop.on_run_end")
 
     @override
@@ -380,35 +378,6 @@ def _around(profile: Callable[[str], _Context], context: Callable[[str], _Contex
             yield given
 
     return both
-
-
-def action_context(action: str, trainer: Trainer, clock: StepClock, names: Names = OF_FIT) -> _Context:
-    """Return the context that books an action such as ``"[Callback]EarlyStopping.on_train_batch_end"``, if any."""
-    if action == compat.RUN_STEP:
-        return clock.booked(phases.TRAINING_STEP, action)
-    if action == compat.SAVE_CHECKPOINT:
-        return clock.booked(phases.CHECKPOINT, action)
-    owner, _, name = action.removeprefix("[").partition("]")
-    hook, phase = name.rpartition(".")[2], None
-    if owner == "Strategy" and hook == "batch_to_device":
-        return clock.booked(phases.HOST_TO_DEVICE_COPY, action, except_in=phases.VALIDATION)
-    if owner == "Callback":
-        callbacks = trainer.callbacks if hook in names.hooks else ()  # type: ignore[attr-defined]
-        phase = _callback_phase(action, hook, callbacks)
-    elif owner == "LightningModule" and hook in names.users_hooks:
-        phase = _users_phase(trainer.lightning_module, owner, hook)
-        if phase is None and hook == "lr_scheduler_step":
-            schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
-            phase = f"{phases.CALLBACK}/{' and '.join(schedulers)}.step"
-        elif phase is None and (hook != "configure_gradient_clipping" or trainer.gradient_clip_val):
-            phase = names.parts.get(hook)
-    elif owner == "LightningDataModule" and hook in names.users_hooks:
-        phase = _users_phase(trainer.datamodule, owner, hook)  # type: ignore[attr-defined]
-    elif owner == "Strategy":
-        phase = names.parts.get(hook)
-    if phase is None:
-        return _Untimed(action)
-    return clock.booked(phase, action, except_in=phases.VALIDATION if hook in _TRANSFER_HOOKS else "")
 
 
 def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> str | None:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Literal
 
 from typing_extensions import override
 
 from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.reports.report import COMPLETED, FOLDER_NAME
 from lightning_gpu_tools.reports.report_file import ReportFile, warn_if_not_writable
+from lightning_gpu_tools.runs import run_report
 from lightning_gpu_tools.runs.notify import notify
-from lightning_gpu_tools.runs.run_report import (
-    RunningReport,
-    conclude,
-    describe,
-    publish,
-    say,
-    say_verdict,
-)
 from lightning_gpu_tools.runs.stall_watch import check_stall_after
 from lightning_gpu_tools.trainer.families import Trainer
 from lightning_gpu_tools.trainer.measuring_callback import FitSession, MeasuringCallback
@@ -92,11 +85,6 @@ class GPUUtilizationMonitor(MeasuringCallback):
         self.gpm = gpm
         self.stall_after_s = stall_after_s
         self._folder = ""
-        self._running: RunningReport | None = None
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_running": None}
 
     @override
     def _opened(self, trainer: Trainer, session: FitSession) -> None:
@@ -119,13 +107,13 @@ class GPUUtilizationMonitor(MeasuringCallback):
     @override
     def _began(self, trainer: Trainer, session: FitSession) -> None:
         if self.report and trainer.is_global_zero and session.clock.ran:
-            self._running = RunningReport(session, ReportFile(self._folder))
+            session.running = run_report.RunningReport(session, ReportFile(self._folder))
 
     @override
     def _stepped(self, trainer: Trainer, session: FitSession) -> float:
         next_step = session.log_if_due()
-        if session.report_wanted and self._running is not None:
-            self._running.measure()
+        if session.report_wanted and session.running is not None:
+            session.running.measure()
         return next_step
 
     @override
@@ -137,22 +125,15 @@ class GPUUtilizationMonitor(MeasuringCallback):
                 notify("error", self._folder, outcome=outcome)
             return
         if not trainer.is_global_zero:
-            if session.ending.out_of_memory is not None and (diagnosis := conclude(session)) is not None:
-                say_verdict(diagnosis)  # rank 0 may wait for this rank forever
+            if session.ending.out_of_memory is not None and (diagnosis := run_report.conclude(session)) is not None:
+                run_report.say_verdict(diagnosis)  # rank 0 may wait for this rank forever
             return
         if not session.clock.ran and session.ending.out_of_memory is None and session.ending.failure is None:
             missing = ", ".join(session.unseen)  # printed, because filters may hide a warning
-            say(f"This run has no report, because this version of Lightning lacks {missing}.")
+            run_report.say(f"This run has no report, because this version of Lightning lacks {missing}.")
             return
-        report = describe(session, outcome)
-        running, self._running = self._running, None
+        report = run_report.describe(session, outcome)
+        running, session.running = session.running, None
         # None if another callback failed when training started.
         file = ReportFile(self._folder) if running is None else running.file
-        publish(report, file, session.run)
-
-    @override
-    def _give_up(self) -> None:
-        running, self._running = self._running, None
-        super()._give_up()
-        if running is not None:
-            running.give_up()
+        run_report.publish(report, file, session.run)

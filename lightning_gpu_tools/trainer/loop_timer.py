@@ -18,13 +18,11 @@ from typing_extensions import override
 from lightning_gpu_tools.gpus.watch import Phase
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR, batch_shape, first_tensor
 from lightning_gpu_tools.memory.counters import MemoryCounters
-from lightning_gpu_tools.patches import Patches
+from lightning_gpu_tools.patches import Patches, before
 from lightning_gpu_tools.runs.run import Timer
 from lightning_gpu_tools.trainer.facts import MOVE_BATCH, LoopRun
 from lightning_gpu_tools.trainer.families import family_of
 from lightning_gpu_tools.training import compat, phases
-from lightning_gpu_tools.training.line_sampler import WorkerLines
-from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.stopwatch import Account
 
@@ -58,8 +56,6 @@ class LoopTimer(Timer):
     before the next one begins.
     """
 
-    is_trial = False
-
     def __init__(
         self,
         run: LoopRun,
@@ -68,16 +64,13 @@ class LoopTimer(Timer):
         enter: Callable[[Phase], None],
         after_step: Callable[[], None],
     ) -> None:
-        self.fault: Exception | None = None
-        self.rank_waits = RankWaits(clock)
-        self.worker_lines = WorkerLines()
+        super().__init__(clock)
         self._run = run
         self._fabric = fabric
-        self._clock = clock
         self._enter = enter
         self._after_step = after_step
         self._thread = threading.get_ident()
-        self._patches, self._on_loader = Patches(), Patches()
+        self._on_loader = Patches()
         self._forward, self._backward = clock.account(phases.FORWARD), clock.account(phases.BACKWARD)
         self._optimizer, self._rest = clock.account(phases.OPTIMIZER), clock.account(phases.TRAINING_STEP)
         self._after = clock.account(AFTER_OPTIMIZER)
@@ -96,26 +89,21 @@ class LoopTimer(Timer):
         self._untrained, self._most_untrained = 0, 1  # batches up to the next backward: now, and at most
         self._evaluates: dict[int, Callable[[], object]] = {}  # by id, loaders whose batches had no backward
 
-    @property
-    @override
-    def unseen(self) -> list[str]:
-        return self._patches.missing
-
     def start(self) -> None:
         """Start the clock, and hook into the loop."""
-        clock, put = self._clock, self._patches.put
+        clock, put = self.clock, self.patches.put
         for register, act in (
             (torch_optimizer.register_optimizer_step_pre_hook, self._optimizer_begins),
             (torch_optimizer.register_optimizer_step_post_hook, self._optimizer_ends),
         ):
-            self._patches.at_undo(register(partial(self._safely, act)).remove)
+            self.patches.at_undo(register(partial(self._safely, act)).remove)
         put(torch.utils.data, compat.WORKER_LOOP, self.worker_lines.sampled)
         if self._run.place.world_size > 1:
             put(torch.autograd, "backward", self.rank_waits.around_backward)
             put(torch.distributed, "Work.wait", self.rank_waits.timed)
         put(torch.autograd, "backward", self._timed_backward)
         if self._gpu is not None:
-            put(torch.cuda, "CUDAGraph.replay", self._gpu.counted)
+            put(torch.cuda, "CUDAGraph.replay", partial(before, self._gpu.note_replay))
         if self._fabric is not None:
             copy = partial(clock.timed, phases.HOST_TO_DEVICE_COPY, except_in=phases.VALIDATION)
             put(sys.modules[f"{family_of(self._fabric)}.wrappers"], MOVE_BATCH, copy)
@@ -123,17 +111,13 @@ class LoopTimer(Timer):
             put(self._fabric, "backward", self._timed_backward)
             put(self._fabric, "clip_gradients", partial(clock.timed, phases.GRADIENT_CLIPPING))
             put(self._fabric, "save", partial(clock.timed, phases.CHECKPOINT))
-        for logger in self._run.loggers:
-            timed = partial(clock.timed, f"{phases.LOGGING}/{type(logger).__name__}")
-            for method in ("log_metrics", "save"):
-                put(logger, method, timed)
+        self.time_loggers(self._run.loggers)
         clock.start()
         clock.switch(self._outside)
 
     @override
     def stop(self) -> None:
-        self._clock.stop()
-        self._patches.undo()
+        super().stop()
         self._on_loader.undo()
 
     def open(self, loop: Loop) -> None:
@@ -141,13 +125,13 @@ class LoopTimer(Timer):
         loader = loop.loader
         compat.keep_from_compiler()
         if self._is_elsewhere():
-            loop.is_validation = self._clock.current is self._validation and threading.get_ident() == self._thread
+            loop.is_validation = self.clock.current is self._validation and threading.get_ident() == self._thread
             return
         has_evaluated = self._evaluates.get(id(loader), object)() is loader
         if self._has_trained and (has_evaluated or not torch.is_grad_enabled()):
             self._begin_validation(loop)
             return
-        loop.around = self._clock.switch(self._epoch_start)
+        loop.around = self.clock.switch(self._epoch_start)
         known = 0 if self._counting is None else len(self._run.loaders)
         if not known:
             self._on_loader.undo()
@@ -162,23 +146,23 @@ class LoopTimer(Timer):
         loop.is_validation = True
         self._enter("validation")
         self._run.note_validation(loop.loader)
-        self._clock.validation_waits.begin()
-        loop.around = self._clock.switch(self._validation)
+        self.clock.validation_waits.begin()
+        loop.around = self.clock.switch(self._validation)
 
     def opened(self, loop: Loop) -> None:
         """Continue a pass once its iterator has been created."""
         if loop.is_validation:
-            self._clock.validation_waits.created()
+            self.clock.validation_waits.created()
         elif loop.around is not None:
-            self._clock.switch(loop.around)
+            self.clock.switch(loop.around)
 
     def begin_fetch(self, loop: Loop) -> None:
         """Begin the fetch of a batch."""
         if loop.is_validation:
-            self._clock.validation_waits.begin()
+            self.clock.validation_waits.begin()
         if loop.is_validation or self._is_elsewhere():
             return
-        clock = self._clock
+        clock = self.clock
         if self._counting not in (None, loop) and not self._optimizer_steps:
             loop.around = clock.switch(self._data_loading)
             return
@@ -199,14 +183,14 @@ class LoopTimer(Timer):
     def end_fetch(self, loop: Loop, batch: object) -> bool:
         """End the fetch of a batch; return whether a step begins with it."""
         if loop.is_validation:
-            self._clock.validation_waits.fetched()
+            self.clock.validation_waits.fetched()
         if loop.is_validation or self._is_elsewhere():
             return False
         if self._fetching is not loop:
             if loop.around is not None:
-                self._clock.switch(loop.around)
+                self.clock.switch(loop.around)
             return False
-        self._clock.end_fetch()
+        self.clock.end_fetch()
         self._fetching = None
         self._step_is_open, self._optimizer_steps, self._had_backward = True, 0, False
         if self._gpu is not None:
@@ -214,21 +198,21 @@ class LoopTimer(Timer):
             self._gpu_is_in_step = True
         if self.memory is not None:
             self.memory.begin_step(lambda: batch_shape(first_tensor(batch)))
-        self._clock.switch(self._forward)
+        self.clock.switch(self._forward)
         return True
 
     def close(self, loop: Loop) -> None:
         """End a pass, for whatever reason."""
         is_own_thread = not self._is_elsewhere(even_aside=True)
         if loop.is_validation:
-            if is_own_thread and self._clock.current is self._validation and loop.around is not None:
-                self._clock.switch(loop.around)
+            if is_own_thread and self.clock.current is self._validation and loop.around is not None:
+                self.clock.switch(loop.around)
                 self._enter("training")
             return
         # Its iterator could not be created, or another loop continues.
-        waits = self._clock.current in (self._epoch_start, self._data_loading) and self._fetching is None
+        waits = self.clock.current in (self._epoch_start, self._data_loading) and self._fetching is None
         if is_own_thread and waits and loop.around is not None:
-            self._clock.switch(loop.around)
+            self.clock.switch(loop.around)
         if self._counting is not loop:
             return
         self._counting = None
@@ -236,10 +220,10 @@ class LoopTimer(Timer):
         self._fetching = None
         if is_own_thread:
             if ended:
-                self._clock.end_of_data()
+                self.clock.end_of_data()
             self._end_gpu_step()
-            if self._clock.current in self._in_step or ended:
-                self._clock.switch(self._outside)
+            if self.clock.current in self._in_step or ended:
+                self.clock.switch(self._outside)
 
     def end_step(self) -> None:
         """End the open step, if there is one."""
@@ -273,11 +257,11 @@ class LoopTimer(Timer):
         self._asides += 1
         if phase == phases.VALIDATION:
             self._enter("validation")
-        around = self._clock.switch(self._clock.account(phase))
+        around = self.clock.switch(self.clock.account(phase))
         try:
             yield
         finally:
-            self._clock.switch(around)
+            self.clock.switch(around)
             self._asides -= 1
             if phase == phases.VALIDATION:
                 self._enter("training")
@@ -296,18 +280,18 @@ class LoopTimer(Timer):
         return None
 
     def _is_in_step(self) -> bool:
-        return self._clock.current in self._in_step and threading.get_ident() == self._thread
+        return self.clock.current in self._in_step and threading.get_ident() == self._thread
 
     def _go_on(self, account: Account) -> None:
-        self._clock.switch(account)
+        self.clock.switch(account)
         if self._gpu is not None:
             self._gpu.enter(account.phase)
 
     def _note_training(self) -> None:
         if not self._has_trained:
             self._has_trained = True
-            if self._clock.steps > 1:  # an evaluation before training: steps of another kind
-                self._clock.begin_anew()
+            if self.clock.steps > 1:  # an evaluation before training: steps of another kind
+                self.clock.begin_anew()
 
     def _timed_backward(self, backward: _Function) -> _Function:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -329,7 +313,7 @@ class LoopTimer(Timer):
         self._note_training()
         if self.memory is not None:
             self.memory.note("before_backward", "forward")
-        around = self._clock.current
+        around = self.clock.current
         self._go_on(self._backward)
         return around if around is self._backward else self._rest
 

@@ -15,6 +15,7 @@ from lightning_gpu_tools.gpus.watch import Phase
 from lightning_gpu_tools.loaders.workers import deaths_ignored
 from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.runs.advisor import Advisor
+from lightning_gpu_tools.runs.run_report import RunningReport
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import TrainerRun, run_of
@@ -23,7 +24,6 @@ from lightning_gpu_tools.trainer.families import (
     GuardedCallback,
     LightningModule,
     Trainer,
-    front_of,
     lookup,
     overrides,
 )
@@ -46,6 +46,7 @@ class FitSession(Session):
         self._trainer = trainer
         super().__init__(run_of(trainer), self._make_timer)
         self.advisor: Advisor | None = None
+        self.running: RunningReport | None = None  # until it is published
         self._users: list[Callback] = []
         self.acting: list[MeasuringCallback] = []
         self._on_end = Patches()
@@ -97,6 +98,8 @@ class FitSession(Session):
     def _end(self) -> None:
         self._on_end.undo()
         self.close()
+        if self.running is not None and not self.is_of_parent:
+            self.running.give_up()
         if _sessions.get(self._trainer) is self:
             del _sessions[self._trainer]
 
@@ -147,7 +150,6 @@ class MeasuringCallback(GuardedCallback):
     """A callback that takes part in the session of each run of a Trainer, from ``setup`` to its end."""
 
     def __init__(self) -> None:
-        self.yields = False  # does nothing if the user has a callback of the same class
         self._session: FitSession | None = None
         self.next_step = 0.0
 
@@ -170,13 +172,8 @@ class MeasuringCallback(GuardedCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if self.yields:  # Lightning has added ours to the user's list, perhaps for an earlier Trainer as well
-            same = [other for other in callbacks if isinstance(other, front_of(type(self)))]
-            is_replaced = any(not other.yields for other in same) or self not in same[:1]
-        else:
-            is_replaced = self.is_superfluous(callbacks)
-        if not is_disabled() and not is_replaced:
+        is_superfluous = self.is_superfluous(trainer.callbacks)  # type: ignore[attr-defined]
+        if not is_disabled() and not is_superfluous:
             self._give_up()  # an earlier run without a teardown
             self._session = FitSession.of(trainer, self)
             self.hide_hooks(self._session)

@@ -16,14 +16,8 @@ from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored, is_of_dead_worker
 from lightning_gpu_tools.memory.out_of_memory import out_of_memory
 from lightning_gpu_tools.reports.report_file import ReportFile, warn_if_not_writable
+from lightning_gpu_tools.runs import run_report
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
-from lightning_gpu_tools.runs.run_report import (
-    RunningReport,
-    conclude,
-    describe,
-    publish,
-    say_verdict,
-)
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.stall_watch import StallAfter, check_stall_after
 from lightning_gpu_tools.trainer.facts import FabricRun, LoopRun
@@ -139,7 +133,7 @@ class TrainingWatch:
     @property
     def diagnosis(self) -> Diagnosis | None:
         """The diagnosis of the running loop, or of the last one; ``None`` before the first batch."""
-        return (conclude(self._training.session) if self._training is not None else None) or self._diagnosis
+        return (run_report.conclude(self._training.session) if self._training is not None else None) or self._diagnosis
 
     def _safely(self, action: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -164,12 +158,12 @@ class TrainingWatch:
         else:
             outcome = session.note_error(error, session.run.logged_step)
         session.finish(TIMEOUT_S if error is None else 0.0)
-        diagnosis = self._diagnosis = conclude(session)
+        diagnosis = self._diagnosis = run_report.conclude(session)
         running, training.running = training.running, None
         if running is not None:
-            publish(describe(session, outcome), running.file, session.run)
+            run_report.publish(run_report.describe(session, outcome), running.file, session.run)
         elif session.ending.out_of_memory is not None and diagnosis is not None:
-            say_verdict(diagnosis)
+            run_report.say_verdict(diagnosis)
 
     def _close(self) -> None:
         training, self._training, self._is_on = self._training, None, False
@@ -205,7 +199,7 @@ class _Training:
             devices="trainer", interval_s=interval_s, gpm=True, stall_after_s=stall_after_s, folder=self._folder
         )
         self._advisor = Advisor(session, thresholds)
-        self.running: RunningReport | None = None
+        self.running: run_report.RunningReport | None = None
         self._next_step = 0.0
 
     def begin(self) -> None:
@@ -214,7 +208,7 @@ class _Training:
             self.session.begin()
             if self.run.place.rank == 0:
                 warn_if_not_writable(self._folder)
-                self.running = RunningReport(self.session, ReportFile(self._folder))
+                self.running = run_report.RunningReport(self.session, ReportFile(self._folder))
 
     def _after_step(self) -> None:
         session = self.session

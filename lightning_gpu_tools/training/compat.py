@@ -235,22 +235,19 @@ def call_once_cuda_starts(act: Callable[[], None]) -> None:
         later(act)
 
 
-def keep_from_compiler() -> bool:
-    """Keep torch.compile from compiling this package's own functions; return whether torch.compile is loaded.
+def keep_from_compiler() -> None:
+    """Keep torch.compile, if it is loaded, from compiling this package's own functions.
 
     Interrupted compiled code calls them, as in ``backward``. Without it, torch compiles them as well.
     """
-    is_loaded = "torch._dynamo.trace_rules" in sys.modules
-    if is_loaded:
-        _keep_from_compiler()
-    return is_loaded
+    skip = getattr(sys.modules.get("torch._dynamo.trace_rules"), "add", None)
+    if skip is not None:
+        _keep_from_compiler(skip)
 
 
 @cache
-def _keep_from_compiler() -> None:
-    skip = getattr(sys.modules["torch._dynamo.trace_rules"], "add", None)
-    if skip is not None:
-        skip(__name__.partition(".")[0])
+def _keep_from_compiler(skip: Callable[[str], object]) -> None:
+    skip(__name__.partition(".")[0])
 
 
 def compilations() -> list[Any] | None:
@@ -274,18 +271,6 @@ def allowed_bytes(gpu: torch.device) -> float:
     """Return the GPU memory that the program lets torch use. Without the function, it is unlimited."""
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     return math.inf if fraction is None else fraction(gpu) * torch.cuda.get_device_properties(gpu).total_memory
-
-
-def allocator_settings() -> str:
-    """Return the settings of torch's allocator, in the form of its environment variable, or its backend if not native.
-
-    Without the allocator's record, they seem to be the defaults.
-    """
-    backend = torch.cuda.get_allocator_backend()
-    if backend != "native":
-        return f"backend:{backend}"
-    settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
-    return str(settings.get("PYTORCH_CUDA_ALLOC_CONF") or "")
 
 
 def saved_by(function: Any) -> list[object]:

@@ -25,7 +25,7 @@ from lightning_gpu_tools.host import (
     own_cores,
     read_host_budget,
 )
-from lightning_gpu_tools.processes import TICKS_PER_S, read_kernel_file
+from lightning_gpu_tools.processes import ProcessStat, process_stat
 from lightning_gpu_tools.training.background import SafeReader
 from lightning_gpu_tools.training.run_measurements import CoreFacts, CoreUser, LoadingFacts, StepBlock
 from lightning_gpu_tools.training.stacks import ThreadTimes, added_times, thread_times
@@ -66,14 +66,6 @@ class ThreadWait:
             os.close(file)
 
 
-class _Process(NamedTuple):
-    name: str
-    parent: int
-    cpu_s: float
-    core: int  # the core on which it last ran
-    started_ticks: int
-
-
 class CoreUsers:
     """The CPU time on this job's cores while the training thread waits for one: of other programs, and of children.
 
@@ -91,7 +83,7 @@ class CoreUsers:
     ) -> None:
         self._waited_s, self._rank_pids, self._worker_pids = waited_s, rank_pids, worker_pids
         self._waited_before_s, self._polled_s = waited_s(), monotonic()
-        self._before: dict[int, _Process] = {}
+        self._before: dict[int, ProcessStat] = {}
         self._before_s = self._watched_s = 0.0
         self._of_others: defaultdict[tuple[str, str], float] = defaultdict(float)  # seconds by user and name
         self._of_children: defaultdict[str, float] = defaultdict(float)  # seconds by name
@@ -119,13 +111,14 @@ class CoreUsers:
         self._waited_before_s, self._polled_s = waited_s, began_s
         if not is_contended and not self._before:
             return _INTERVAL_S
-        now = _processes()
+        pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
+        now = {pid: stat for pid in pids if (stat := process_stat(pid)) is not None}
         if self._before:
             self._add(now, began_s - self._before_s)
         self._before, self._before_s = now if is_contended else {}, began_s
         return max(_INTERVAL_S, (monotonic() - began_s) / SCAN_SHARE)
 
-    def _add(self, now: dict[int, _Process], elapsed_s: float) -> None:
+    def _add(self, now: dict[int, ProcessStat], elapsed_s: float) -> None:
         this, ranks, cores = os.getpid(), {*self._rank_pids()}, own_cores()
         of_job = _family(now, {this, *ranks})
         children = _family(now, {this}) - _family(now, ranks - {this}) - {this, *self._worker_pids()}
@@ -143,21 +136,7 @@ class CoreUsers:
                     self._of_others[user_name(os.stat(f"/proc/{pid}").st_uid), process.name] += cpu_s
 
 
-def _processes() -> dict[int, _Process]:
-    """Return the processes that this one may see, by PID."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            head, _, rest = read_kernel_file(f"/proc/{entry}/stat").rpartition(")")
-            fields = rest.split()  # of proc_pid_stat(5), starting at the third
-            if fields:
-                cpu_s = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
-                name = head.partition("(")[2]
-                found[int(entry)] = _Process(name, int(fields[1]), cpu_s, int(fields[36]), int(fields[19]))
-    return found
-
-
-def _family(processes: dict[int, _Process], pids: Collection[int]) -> set[int]:
+def _family(processes: dict[int, ProcessStat], pids: Collection[int]) -> set[int]:
     """Return these processes with all their descendants."""
     family = set(pids)
     while more := {pid for pid, one in processes.items() if one.parent in family} - family:

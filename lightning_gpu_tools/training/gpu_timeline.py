@@ -23,28 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.gpu_work import (
-    Gap,
-    HostTime,
-    Part,
-    Work,
-    by_phase,
-    idle_by_phase,
-    rank_wait_s,
-    without_work,
-)
-from lightning_gpu_tools.training.phases import (
-    BACKWARD,
-    DATA_LOADING,
-    FORWARD,
-    OPTIMIZER,
-    PHASES,
-    RANK_WAIT_IN_STEP,
-    TRAINING_STEP,
-    VALIDATION,
-    base_phase,
-)
+from lightning_gpu_tools.training import compat, gpu_work, phases
 from lightning_gpu_tools.training.run_measurements import IdleTimes
 from lightning_gpu_tools.training.source_lines import SyncLines
 from lightning_gpu_tools.training.stopwatch import Stopwatch
@@ -63,12 +42,12 @@ _MAX_LAST_STEPS = 64
 _MAX_RANK_WAITS = 32  # steps, which ranks publish
 # After these samples, one step is watched and the next one held: often at first, and 16 times in total.
 _WATCH_AFTER = frozenset(2**power for power in range(16))
-_HELD = frozenset({FORWARD, BACKWARD, OPTIMIZER, AFTER_STEP, BEFORE_STEP})
+_HELD = frozenset({phases.FORWARD, phases.BACKWARD, phases.OPTIMIZER, AFTER_STEP, BEFORE_STEP})
 _MIN_MEASURED = 2  # measurements needed to report the GPU's work
 _CYCLES_PER_S = 1e9  # of the GPU's sleep, until it has been timed; GPUs run at 1 to 2 GHz
 # torch returns the time between events in milliseconds as a 32-bit float, which loses 4 µs after a minute.
 _NEW_ORIGIN_S = 60.0
-_ORDER = list(PHASES)
+_ORDER = list(phases.PHASES)
 
 _Function = Callable[..., Any]
 _Event = Any  # torch.cuda.Event, which has no types
@@ -87,7 +66,7 @@ class _Sample:
 
     kind: Literal["timed", "watched", "held"]
     marks: list[_Mark] = field(default_factory=list)  # from the end of the previous step to the start of this one
-    parts: list[Part] = field(default_factory=list)
+    parts: list[gpu_work.Part] = field(default_factory=list)
     parts_before: int = 0  # number of parts before the step
     step: int = 0
     events: list[_Event] = field(default_factory=list)
@@ -121,19 +100,19 @@ class GpuTimeline:
         self._cycles_per_s = _CYCLES_PER_S
         self._origin: _Event = None
         self._origin_s = 0.0
-        self._host_time = HostTime()
-        self._gaps: deque[Gap] = deque()  # the latest gaps, from which the work in them is not yet subtracted
+        self._host_time = gpu_work.HostTime()
+        self._gaps: deque[gpu_work.Gap] = deque()  # the latest gaps, from which the work in them is not yet subtracted
         self._host_s: _Seconds = defaultdict(float)
         self._idle_s: _Seconds = defaultdict(float)
         self._step_s: _Seconds = defaultdict(float)
         self._seen = Counter[str]()
         self._last_steps: deque[Mapping[str, float]] = deque(maxlen=_MAX_LAST_STEPS)
         self._steps = 0
-        self._rank_waits: deque[tuple[int, Gap, float]] = deque(maxlen=_MAX_RANK_WAITS)
-        self._work: defaultdict[str, Work] = defaultdict(Work)
+        self._rank_waits: deque[tuple[int, gpu_work.Gap, float]] = deque(maxlen=_MAX_RANK_WAITS)
+        self._work: defaultdict[str, gpu_work.Work] = defaultdict(gpu_work.Work)
         self._measured = 0  # samples of work, held or not
 
-    def begin_step(self, phase: str = TRAINING_STEP) -> None:
+    def begin_step(self, phase: str = phases.TRAINING_STEP) -> None:
         """Mark the start of a step and of its first part if the step is sampled."""
         if self.is_next_sampled:
             self._own_work(self._guard, self._step_begins, phase)
@@ -147,14 +126,9 @@ class GpuTimeline:
         if self._steps_to_sample <= 0:
             self._own_work(self._guard, self._step_ended)
 
-    def counted(self, replay: _Function) -> _Function:
-        """Wrap the function that replays a CUDA graph to count its calls."""
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.replays += 1
-            return replay(*args, **kwargs)
-
-        return counted
+    def note_replay(self) -> None:
+        """Count the replay of a CUDA graph."""
+        self.replays += 1
 
     def part(self, phase: str, function: _Function) -> _Function:
         """Wrap a function that runs a part of a step to mark its start and end. Parts may be nested."""
@@ -179,17 +153,17 @@ class GpuTimeline:
     def begin_fetch(self) -> None:
         """Mark the start of the host's wait for the next batch if the next step is sampled."""
         if self._open is not None:
-            self._own_work(self._guard, self._gap_goes_on, self._open, DATA_LOADING)
+            self._own_work(self._guard, self._gap_goes_on, self._open, phases.DATA_LOADING)
 
     def enter_hook(self) -> None:
         """Mark that a hook receives the batch, unless another hook received it before."""
-        if self._open is not None and self._open.parts[-1].phase == DATA_LOADING:
+        if self._open is not None and self._open.parts[-1].phase == phases.DATA_LOADING:
             self._own_work(self._guard, self._gap_goes_on, self._open, BEFORE_STEP)
 
     @property
     def own_step_s(self) -> float:
         """GPU seconds in forward, backward, and optimizer over the sampled steps."""
-        return sum(self._step_s.get(phase, 0.0) for phase in (FORWARD, BACKWARD, OPTIMIZER))
+        return sum(self._step_s.get(phase, 0.0) for phase in (phases.FORWARD, phases.BACKWARD, phases.OPTIMIZER))
 
     def facts(self) -> IdleTimes:
         """Return the measurements so far."""
@@ -204,7 +178,7 @@ class GpuTimeline:
             seen=dict(self._seen),
             step_s=dict(self._step_s),
             last_steps=tuple(self._last_steps),
-            rank_wait_s={step: rank_wait_s(gap) + seconds for step, gap, seconds in self._rank_waits},
+            rank_wait_s={step: gpu_work.rank_wait_s(gap) + seconds for step, gap, seconds in self._rank_waits},
             work_s={
                 phase: work.usual_s * work.seen / self._measured
                 for phase, work in self._work.items()
@@ -244,7 +218,9 @@ class GpuTimeline:
 
     def _mark(self, event: Callable[[], _Event]) -> _Mark:
         self._clock.switch(self._clock.current)  # charges the time up to now
-        return _Mark(self._clock.since_s, self._clock.seconds, event())  # in this order, which HostTime requires
+        return _Mark(
+            self._clock.since_s, self._clock.seconds, event()
+        )  # in this order, which gpu_work.HostTime requires
 
     def _step_ended(self) -> None:
         self._read()
@@ -281,7 +257,7 @@ class GpuTimeline:
 
     def _begin_part(self, sample: _Sample, phase: str) -> _Event:
         begin = sample.events[-1] if sample.parts else self._event(sample)
-        part = Part(phase, begin, 0.0)
+        part = gpu_work.Part(phase, begin, 0.0)
         if sample.kind == "held" and phase in _HELD and self._sleep is not None:
             sleep_s, part.needed_s = self._work[phase].hold_s(sum(one.phase == phase for one in sample.parts))
             if sleep_s:
@@ -315,7 +291,7 @@ class GpuTimeline:
         self.syncs.stop()
         self._unread.append(sample)
         if sample.kind == "watched":
-            for phase, parts in by_phase(sample.parts).items():
+            for phase, parts in gpu_work.by_phase(sample.parts).items():
                 self._work[phase].watched = parts
         elif sample.kind == "timed":
             self._taken += 1
@@ -330,14 +306,14 @@ class GpuTimeline:
             spent = [
                 one for before, after in pairwise(sample.marks) for one in _in_order(before.seconds, after.seconds)
             ]
-            self._read_work(sample, validates=any(phase == VALIDATION for phase, _ in spent))
+            self._read_work(sample, validates=any(phase == phases.VALIDATION for phase, _ in spent))
             if sample.kind == "timed":
                 self._read_times(sample, spent)
             self._spare += (event for event in sample.events if event is not self._origin)
 
     def _read_work(self, sample: _Sample, *, validates: bool) -> None:
         self._measured += 1
-        for phase, parts in by_phase(sample.parts).items():
+        for phase, parts in gpu_work.by_phase(sample.parts).items():
             work = self._work[phase]
             work.seen += 1
             work.has_synced |= any(part.has_synced for part in parts)
@@ -355,7 +331,7 @@ class GpuTimeline:
         ended_s, begins_s = self._gpu_s(ended), self._gpu_s(begins)
         self._host_time.learn(ended.host_s, ended_s)
         self._host_time.learn(begins.host_s, begins_s)
-        gap = Gap(self._host_time.at(ended_s), self._host_time.at(begins_s), begins.host_s, spent)
+        gap = gpu_work.Gap(self._host_time.at(ended_s), self._host_time.at(begins_s), begins.host_s, spent)
         self._gaps.append(gap)
         if len(self._gaps) > _MAX_LAST_STEPS:
             _add(self._idle_s, self._idle_in(self._gaps.popleft()))
@@ -366,13 +342,13 @@ class GpuTimeline:
         _add(self._host_s, spent)
         _add(self._step_s, step_s.items())
         self._last_steps.append(step_s)
-        self._rank_waits.append((sample.step, gap, step_s.get(RANK_WAIT_IN_STEP, 0.0)))
+        self._rank_waits.append((sample.step, gap, step_s.get(phases.RANK_WAIT_IN_STEP, 0.0)))
         if begins_s - self._origin_s > _NEW_ORIGIN_S:
             self._origin, self._origin_s = begins.event, begins_s
 
-    def _idle_in(self, gap: Gap) -> Iterable[tuple[str, float]]:
+    def _idle_in(self, gap: gpu_work.Gap) -> Iterable[tuple[str, float]]:
         worked_s = (self._work[phase].usual_s for phase in (AFTER_STEP, BEFORE_STEP))
-        return idle_by_phase(without_work(gap, *worked_s)).items()
+        return gpu_work.idle_by_phase(gpu_work.without_work(gap, *worked_s)).items()
 
     def _gpu_s(self, mark: _Mark) -> float:
         return self._origin_s + float(self._origin.elapsed_time(mark.event)) / 1e3
@@ -384,6 +360,6 @@ def _add(totals: _Seconds, times: Iterable[tuple[str, float]]) -> None:
 
 
 def _in_order(before: dict[str, float], after: dict[str, float]) -> list[tuple[str, float]]:
-    ordered = sorted(after, key=lambda phase: _ORDER.index(base_phase(phase)))
+    ordered = sorted(after, key=lambda phase: _ORDER.index(phases.base_phase(phase)))
     spent = [(phase, after[phase] - before.get(phase, 0.0)) for phase in ordered]
     return [(phase, seconds) for phase, seconds in spent if seconds > 0]

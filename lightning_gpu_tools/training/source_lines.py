@@ -33,6 +33,7 @@ _OWN_FOLDER = __file__.partition(__name__.replace(".", os.sep))[0] + _OWN + os.s
 _PYTHON = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 _FETCH_FILE = os.path.join("torch", "utils", "data", "_utils", "fetch.py")
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 # Our defaults.
 _MAX_FILES = 10_000  # in the caches
 _MAX_LINES = 1000  # to return, most frequent first
@@ -109,6 +110,8 @@ def _line_on(stack: Iterable[_Frame], *, or_torchs: bool = True) -> Seen | None:
         if owner == "trainer" and frame.function in TRAINER_FUNCTIONS:
             break
         if owner == "user":
+            if users is not None and users.function in _COMPREHENSIONS and frame.path == users.path:
+                users = users._replace(function=frame.function)  # which contains the comprehension
             users = users or frame
         elif owner in ("library", "trainer"):
             library = library or frame

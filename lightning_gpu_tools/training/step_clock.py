@@ -19,20 +19,9 @@ import torch
 
 from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.processes import process_age_s
+from lightning_gpu_tools.training import phases
 from lightning_gpu_tools.training.cores import ThreadWait
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
-from lightning_gpu_tools.training.phases import (
-    DATA_LOADING,
-    EPOCH_START,
-    GARBAGE_COLLECTION,
-    MONITORING,
-    OPTIMIZER,
-    PAUSES,
-    TRAINING_STEP,
-    UNEXPLAINED,
-    base_phase,
-    is_backward,
-)
 from lightning_gpu_tools.training.run_measurements import IdleTimes, StepBlock, WatchedSteps
 from lightning_gpu_tools.training.step_times import StepTimeRecord
 from lightning_gpu_tools.training.stopwatch import LoaderWaits, PhaseTimeline, Stopwatch
@@ -54,7 +43,7 @@ class StepClock(Stopwatch):
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        super().__init__(UNEXPLAINED, clock)
+        super().__init__(phases.UNEXPLAINED, clock)
         self.steps = self.epochs = 0  # number started
         self.epoch_steps = self._steps_before = 0  # number of the last complete epoch; those before the current one
         self.last_fetch_s = 0.0
@@ -65,9 +54,9 @@ class StepClock(Stopwatch):
         self._checkpoint_step = -1
         self._core_wait: ThreadWait | None = None  # None before training, or with a clock other than the kernel's
         self.running = False
-        self._data_loading, self._epoch_start = self.account(DATA_LOADING), self.account(EPOCH_START)
+        self._data_loading, self._epoch_start = self.account(phases.DATA_LOADING), self.account(phases.EPOCH_START)
         self._around_fetch = self._around_collection = self.current
-        self._collection = self.account(GARBAGE_COLLECTION)
+        self._collection = self.account(phases.GARBAGE_COLLECTION)
         self.thread_id = 0  # of the training thread, once it has started
         self._before_fetch_s = 0.0
         self._gpu: GpuTimeline | None = None
@@ -81,7 +70,7 @@ class StepClock(Stopwatch):
 
     def begin_anew(self) -> None:
         """Discard the steady steps; the next steps count as warm-up again."""
-        self.times = StepTimeRecord(self._accounts.values(), [self.account(phase) for phase in PAUSES])
+        self.times = StepTimeRecord(self._accounts.values(), [self.account(phase) for phase in phases.PAUSES])
         self.blocks: list[StepBlock] = []  # of steady steps: without warm-up and the first step of each epoch
         self.warm_up_steps = self.steps + max(WARM_UP_STEPS, 2 * self.ready_batches)
         self._open, self._steps_per_block = StepBlock(), _STEPS_PER_BLOCK
@@ -103,7 +92,7 @@ class StepClock(Stopwatch):
         """Stop the measurement. Idempotent."""
         if self.running:
             self._patches.undo()
-            self.switch(self.account(UNEXPLAINED))
+            self.switch(self.account(phases.UNEXPLAINED))
             self._stopped_s = self.since_s
             self.running = False
             if self._gpu is not None:
@@ -136,14 +125,13 @@ class StepClock(Stopwatch):
         """Whether the kernel counts these seconds; ``None`` if not checked."""
         return None if self._core_wait is None else self._core_wait.is_known
 
-    def unseen(self, has_compiled: bool) -> list[str]:
-        """Return the parts of a step that could not be timed; ``has_compiled`` if torch.compile has."""
+    @property
+    def unseen(self) -> list[str]:
+        """The parts of a step that could not be timed."""
         found = []
-        has_backward = any(map(is_backward, self.seconds))
-        if self.replays and not has_backward:
+        seconds = self.blocks[-1].phase_s if self.blocks else self.seconds  # without the step that records the graph
+        if self.replays and not any(seconds[phase] for phase in seconds if phases.is_backward(phase)):
             found.append("the parts of a step inside a CUDA graph")
-        elif OPTIMIZER in self.seconds and not has_backward and has_compiled:
-            found.append("backward inside compiled code")
         if self.knows_core_wait is False:
             found.append("waiting for a CPU core (schedstat)")
         return found
@@ -192,7 +180,7 @@ class StepClock(Stopwatch):
         if not self.running:
             function(*args)
             return
-        around = self.switch(self.account(f"{MONITORING}/{part}" if part else MONITORING))
+        around = self.switch(self.account(f"{phases.MONITORING}/{part}" if part else phases.MONITORING))
         try:
             function(*args)
         finally:
@@ -317,12 +305,12 @@ class Startup:
     def end(self, compilation_s: float) -> None:
         """Record the parts at the end of the first step, of which torch.compile took so long."""
         phase_s, total_s = self._clock.so_far(), self._clock.now_s - self._began_s
-        step_s = sum(seconds for phase, seconds in phase_s.items() if base_phase(phase) == TRAINING_STEP)
+        step_s = sum(seconds for phase, seconds in phase_s.items() if phases.base_phase(phase) == phases.TRAINING_STEP)
         compilation_s = min(compilation_s, step_s)
         parts_s = {
             "setup": max(0.0, total_s - self._clock.wall_s - self._check_s),
             "sanity_check": self._check_s,
-            "first_batch": phase_s.get(EPOCH_START, 0.0) + phase_s.get(DATA_LOADING, 0.0),
+            "first_batch": phase_s.get(phases.EPOCH_START, 0.0) + phase_s.get(phases.DATA_LOADING, 0.0),
             "compilation": compilation_s,
             "first_step": step_s - compilation_s,
         }

@@ -6,17 +6,9 @@ import os
 from collections.abc import Callable
 from time import monotonic  # by name: a program's tests may replace those of `time`
 
-from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training import compat, stacks
 from lightning_gpu_tools.training.cores import SCAN_SHARE
 from lightning_gpu_tools.training.run_measurements import MANY_THREADS, LoadingFacts
-from lightning_gpu_tools.training.stacks import (
-    ThreadTimes,
-    added_times,
-    io_counters,
-    read_proc,
-    stat_fields,
-    thread_times,
-)
 
 _INTERVAL_S = 1.0
 # Our defaults.
@@ -37,7 +29,7 @@ class WorkerWatch:
         self._long_waits = 0
         self._ready_polls = self._ready = 0
         self._sampled_s = 0.0
-        self._threads: dict[int, dict[int, ThreadTimes]] = {}  # by worker, at that time
+        self._threads: dict[int, dict[int, stacks.ThreadTimes]] = {}  # by worker, at that time
         self._ran_s = self._delayed_s = self._watched_s = 0.0  # of main threads
         self._runnable_s = self._busy_s = 0.0  # of all threads
         self._pool_library: str | None = None  # empty: a worker had many runnable threads without OpenCV
@@ -69,7 +61,7 @@ class WorkerWatch:
         self.pids.update(pids)
         self._polls += bool(pids)
         for pid in pids or [os.getpid()]:
-            fields, counters = stat_fields(pid) if pids else [], io_counters(pid)
+            fields, counters = stacks.stat_fields(pid) if pids else [], stacks.io_counters(pid)
             if "read_bytes" in counters:
                 self._read_bytes[pid] = counters["read_bytes"]
             if fields:
@@ -82,21 +74,21 @@ class WorkerWatch:
     def poll_threads(self) -> float:
         """Sample the workers' threads, in any thread, and return the seconds until the next poll."""
         now_s, before_s, before = monotonic(), self._sampled_s, self._threads
-        self._threads = {pid: thread_times(pid) for pid in compat.worker_pids(self._iterator())}
+        self._threads = {pid: stacks.thread_times(pid) for pid in compat.worker_pids(self._iterator())}
         self._sampled_s = now_s
         elapsed_s = now_s - before_s
         for pid in self._threads.keys() & before.keys():
             earlier, now = before[pid], self._threads[pid]
             if pid not in earlier or pid not in now:  # its main thread: it has ended, or the kernel does not count
                 continue
-            added = added_times(earlier, now)
+            added = stacks.added_times(earlier, now)
             self._watched_s += elapsed_s
             self._busy_s += added.ran_s
             self._runnable_s += sum(added)
             self._ran_s += now[pid].ran_s - earlier[pid].ran_s
             self._delayed_s += now[pid].delayed_s - earlier[pid].delayed_s
             if self._pool_library is None and sum(added) > MANY_THREADS * elapsed_s:
-                self._pool_library = "cv2" if "/cv2/" in read_proc(pid, "maps") else ""
+                self._pool_library = "cv2" if "/cv2/" in stacks.read_proc(pid, "maps") else ""
         return max(_INTERVAL_S, (monotonic() - now_s) / SCAN_SHARE)
 
     def facts(self) -> LoadingFacts:

@@ -27,7 +27,7 @@ LINEAR = frame(f"{PACKAGES}/torch/nn/functional.py", 1, "linear")
 FIT = frame(f"{PACKAGES}/lightning/pytorch/trainer/trainer.py", 2, "fit")
 OURS = frame(blocks.__file__, 3, "called")
 NET = frame(os.path.join(os.getcwd(), "net.py"), 41, "forward")
-BLOCKS = frame(os.path.join(os.getcwd(), "net.py"), 57, "blocks")
+IN_A_LIST = frame(os.path.join(os.getcwd(), "net.py"), 57, "<listcomp>")
 SCRIPT = frame(os.path.join(os.getcwd(), "train.py"), 9, "<module>")
 
 
@@ -35,14 +35,14 @@ def test_memory_adds_up_by_the_programs_innermost_line() -> None:
     blocks = [
         Block(0, 5, phase="forward", stack=[LINEAR, NET, FIT, SCRIPT]),
         Block(1, 6, phase="forward", stack=[LINEAR, NET, OURS, FIT, SCRIPT]),
-        Block(2, 3, phase="forward", stack=[LINEAR, BLOCKS, NET, FIT, SCRIPT]),
+        Block(2, 3, phase="forward", stack=[LINEAR, IN_A_LIST, NET, FIT, SCRIPT]),
         Block(3, 4, phase="backward"),
         Block(4, 1, phase="optimizer", stack=[LINEAR, FIT, SCRIPT]),
     ]
     assert by_line(blocks) == (
         MemoryLine(11, 2, "forward", "net.py", 41, "forward"),
         MemoryLine(4, 1, "backward"),
-        MemoryLine(3, 1, "forward", "net.py", 57, "blocks"),
+        MemoryLine(3, 1, "forward", "net.py", 57, "forward"),
         MemoryLine(1, 1, "optimizer"),  # torch's own lines are nobody's to change
     )
 
