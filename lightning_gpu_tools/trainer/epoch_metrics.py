@@ -51,15 +51,21 @@ def restore(trainer: Trainer, saved: dict[str, Any]) -> None:
         reduce = trainer.strategy.reduce
         results.log(value=value, on_epoch=True, batch_size=1, sync_dist_fn=reduce, **entry["options"])
         vars(results[key]).update(states)
-        kind = type(results[key].meta)
-        results[key].meta.__class__ = type(kind.__name__, (kind,), {"__eq__": _take_over})
+        results[key].meta = _RestoredOptions(results[key])
 
 
-def _take_over(meta: Any, now: Any) -> bool:
-    """Be equal to the options of the first call of ``self.log`` after resuming, which count from then on."""
-    meta.__class__ = type(now)
-    vars(meta).update(vars(now))
-    return True
+class _RestoredOptions:
+    """Options of ``self.log`` that equal those of its first call after resuming, which replace them."""
+
+    def __init__(self, result: Any) -> None:
+        self._result, self._options = result, result.meta
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._options, name)
+
+    def __eq__(self, options: object) -> bool:
+        self._result.meta = options
+        return True
 
 
 def _modules(trainer: Trainer) -> Iterator[tuple[str, Any]]:
