@@ -40,7 +40,7 @@ class ExactResume(GuardedCallback):
 
     At SIGTERM and SIGUSR1, also during validation, all ranks save one step as ``last.ckpt`` in the folder of
     ``ModelCheckpoint``, else in ``default_root_dir``, and end with exit code 143. ``max_time`` saves in the same way.
-    Where SLURM requeues jobs, its signal calls Lightning's handler at that step.
+    Where SLURM requeues jobs, Lightning's handler then requeues this one.
 
     Raises:
         CheckpointMismatchError: In ``fit``: the checkpoint was saved by a different number of ranks.
@@ -199,13 +199,13 @@ class ExactResume(GuardedCallback):
         if self._is_requeued or not preemption.is_due(self._point) or not self._is_between_steps:
             return
         name = signal.Signals(preemption.signal or signal.SIGTERM).name
-        if preemption.requeue is not None and name != "SIGTERM":
-            self._is_requeued = True  # SLURM ends the job
-            preemption.requeue()
-            return
         if self._point[0]:
             self._save(name)
         self._finish_saving()
+        if preemption.requeue is not None and name != "SIGTERM":
+            self._is_requeued = True  # SLURM ends the job
+            preemption.requeue()  # saves again, in a file of Lightning's that `ckpt_path="last"` does not find
+            return
         stop = lookup(self._trainer, "utilities.exceptions:SIGTERMException")
         # A launcher kills rank 0 if another rank ends with an error. Without a number, Lightning's ends with 0.
         error = stop(128 + signal.SIGTERM if self._trainer.is_global_zero else 0)
