@@ -18,6 +18,7 @@ from lightning_gpu_tools.advice.findings import (
     MIN_SECONDS,
     MIN_STEPS,
     MIN_UTILIZATION_PERCENT,
+    SHARED_GPU,
     Diagnosis,
     Evidence,
     Finding,
@@ -196,7 +197,7 @@ def _judge(
     remarks = [finding for finding in findings if kinds[finding.cause] == "remark"]
     found = [finding for finding in findings if kinds[finding.cause] in ("idle", "busy")]
     if any(finding.share for finding in others):  # they compute; otherwise they only hold memory, as far as known
-        return "shared_gpu", others, ()
+        return SHARED_GPU, others, ()
     percent = busy_percent(run)
     verdict: Verdict = "healthy"
     if not run.on_gpu or percent is None:
@@ -222,7 +223,7 @@ def _judge(
     if verdict == "low":
         return verdict, [*found, *others], ()
     if others and 100 * worked_share(run) < min_utilization_percent:  # the work may be theirs
-        return "shared_gpu", others, ()
+        return SHARED_GPU, others, ()
     return verdict, found, left_out
 
 
@@ -233,7 +234,7 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding], le
     """Return the reason for the verdict on a run that is long enough."""
     if verdict == "unknown":
         return f"The driver does not report GPU utilization, and nothing on the host slows {run.activity} down."
-    if verdict == "shared_gpu":
+    if verdict == SHARED_GPU:
         return findings[0].why
     gpus = "GPUs are" if len(run.ranks) > 1 else "GPU is"
     gpu = "" if busy_percent(run) is None else f"The {gpus} busy {busy_percent(run):.0f}% of the time. "
@@ -266,7 +267,7 @@ def _next_step(verdict: Verdict, findings: Sequence[Finding]) -> str:
             return "Check nvidia-smi dmon. On a MIG instance, the driver reports no utilization."
         return "No change needed."
     first = findings[0]
-    if verdict == "shared_gpu":
+    if verdict == SHARED_GPU:
         return first.advice
     advice = f"{first.advice} {gain(first)}"
     return f"No change needed. Optional: {advice}" if verdict == "healthy" else advice

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Literal
+from typing import Final, Literal
 
 from lightning_gpu_tools.advice.idle_time import idle_residual
 from lightning_gpu_tools.advice.lines import top_line_sentence, top_source_lines
@@ -16,6 +16,7 @@ from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, base_phas
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_duration, printable, printable_path
 
+SHARED_GPU: Final = "shared_gpu"  # a verdict; a cause has the same name
 Verdict = Literal["healthy", "low", "too_short", "shared_gpu", "unknown", "out_of_memory"]
 Basis = Literal["measured", "heuristic"]
 Evidence = dict[str, float | str | None]  # None = unknown

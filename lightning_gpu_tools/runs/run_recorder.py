@@ -15,7 +15,6 @@ import torch
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
 from lightning_gpu_tools.gpus.metrics import mean_window
-from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import resident_memory_bytes
@@ -265,7 +264,7 @@ class RunRecorder:
             loading or LoadingFacts(),
             knows_core_wait=bool(clock.knows_core_wait),
         )
-        batch_sizes = not_none([self.largest_batch_size, *self.ranks.batch_sizes]) if self._on_gpu else []
+        batch_sizes = [self.largest_batch_size, *self.ranks.batch_sizes] if self._on_gpu else []
         loader_began, loader_now, wait_share = self.loaders.followed()
         windows = self.gpus.windows()
         return RunMeasurements(
@@ -318,7 +317,7 @@ class RunRecorder:
             log_every_n_steps=run.log_every_n_steps,
             accumulate_grad_batches=run.accumulate_grad_batches,
             epoch_steps=read("the length of an epoch", lambda: run.epoch_steps, None),
-            largest_batch_size=min(batch_sizes, default=None),
+            largest_batch_size=min((size for size in batch_sizes if size is not None), default=None),
             has_trainer=run.has_trainer,
             stage=run.stage,
         )
