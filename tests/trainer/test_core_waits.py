@@ -66,7 +66,7 @@ def train(folder: Path, spend: Callable[[float], None], step_s: float, load_s: f
 def test_a_training_next_to_other_programs_names_them(
     one_core: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with others(tmp_path, 2):
+    with others(tmp_path, 4):  # more than what else may run on this core
         report = train(tmp_path, burn, 0.02)
     first, printed = report.diagnosis.findings[0], " ".join(capfd.readouterr().out.split())
     assert (report.diagnosis.verdict, first.cause, first.evidence["kind"]) == (
@@ -75,7 +75,7 @@ def test_a_training_next_to_other_programs_names_them(
         "other_programs",
     )
     assert first.share == pytest.approx(report.core_wait_share)
-    assert first.share > 0.3  # as each of the three gets a third
+    assert first.share > 0.3  # as each of the five gets a fifth
     assert report.others_cores > 0.3
     assert f"{user_name(os.getuid())}'s busy " in report.diagnosis.why
     assert re.search(r"Why: Waiting for a CPU core takes \d\d% of the wall time", printed)
