@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from rank_processes import run_ranks
 from resumed_trainings import Unscheduled, everything, plain, same, train, validated
 
 from lightning_gpu_tools import ExactResume, PortableCheckpointIO
+from lightning_gpu_tools.trainer.preemption import Preemption
 
 # Signals
 
@@ -243,3 +245,17 @@ def test_all_ranks_save_one_step_if_one_of_them_is_asked(folders: tuple[Path, Pa
     assert re.search(r"SIGTERM: saved step \d+ to .*last.ckpt in .* s. To continue, run the same command with ", output)
     _, found, output = last_run(killed, 2)
     assert found == expected, (step, output)
+
+
+def test_ranks_at_different_points_stop_after_the_highest() -> None:
+    store = torch.distributed.HashStore()
+    trainers = [SimpleNamespace(world_size=2, global_rank=rank, received_sigterm=False) for rank in range(2)]
+    ahead, behind = (Preemption(trainer, store, "run") for trainer in trainers)
+    assert [ahead.is_due((5, 0)), behind.is_due((3, 0))] == [False, False]
+    trainers[1].received_sigterm = True
+    assert ahead._agreed.wait(60)
+    assert behind._agreed.wait(60)
+    assert [behind.is_due(point) for point in ((4, 0), (5, 0), (5, 1))] == [False, False, True]
+    assert ahead.is_due((5, 1))
+    ahead.close()
+    behind.close()
