@@ -41,7 +41,7 @@ from resumed_trainings import (
 )
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from lightning_gpu_tools import NumWorkersFinder
+from lightning_gpu_tools import ExactResume, NumWorkersFinder
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.loaders import plan
 
@@ -262,3 +262,9 @@ def test_a_loader_in_the_order_of_its_sampler_is_exact(tmp_path: Path, recwarn: 
     with pytest.raises(RuntimeError, match="killed"):
         train(tmp_path, Model(partial(plain, num_workers=1)), 7, more=[Kill(0)])
     assert not [warning for warning in recwarn if "ExactResume" in str(warning.message)]
+
+
+def test_a_validation_alone_is_left_as_it_is(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    trainer = Trainer(callbacks=[ExactResume()], accelerator="cpu", logger=False, default_root_dir=tmp_path)
+    trainer.validate(validated())
+    assert [str(warning.message) for warning in recwarn if "ExactResume" in str(warning.message)] == []
