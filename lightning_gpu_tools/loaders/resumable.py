@@ -105,10 +105,10 @@ def inexact(loader: Any) -> Iterator[str]:
     if not is_resumable(loader):
         if not hasattr(loader, "state_dict"):
             is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-            kind = type(loader).__name__
-            what = f"{name_of(loader.dataset)} is iterable" if is_stream else f"{kind} is not a plain DataLoader"
-            hint = " torchdata's StatefulDataLoader continues where it was." if is_stream else ""
-            yield f"{what} and has no state_dict, so a resumed epoch starts it over.{hint}"
+            kind = "is iterable" if is_stream else "is not a plain DataLoader"
+            hint = " torchdata's StatefulDataLoader continues with the same samples." if is_stream else ""
+            name = name_of(loader.dataset) if is_stream else type(loader).__name__
+            yield f"{name} {kind} and has no state_dict, so a resumed epoch starts it over.{hint}"
         return
     if not loader.in_order:
         yield f"The batches of {name_of(loader.dataset)} come in any order (in_order=False). Remove that option."
@@ -136,9 +136,8 @@ class _Place:
         self.delivered: deque[int] = deque()  # numbers of batches that training has not taken yet
         found = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
         # Each once: the sampler of a batch sampler is that of the loader.
-        self._samplers = list(
-            {id(sampler): vars(sampler) for sampler in found if hasattr(sampler, "__dict__")}.values()
-        )
+        each = {id(sampler): vars(sampler) for sampler in found if hasattr(sampler, "__dict__")}
+        self._samplers = list(each.values())
         self._first = [dict(held) for held in self._samplers]
 
     def states(self) -> list[dict[str, Any]]:

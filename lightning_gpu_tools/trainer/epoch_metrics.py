@@ -48,8 +48,7 @@ def restore(trainer: Trainer, saved: dict[str, Any]) -> None:
         value = states.get("value", modules.get(entry["options"]["metric_attribute"]))
         if value is None:  # the module has no such metric any more
             continue
-        reduce = trainer.strategy.reduce
-        results.log(value=value, on_epoch=True, batch_size=1, sync_dist_fn=reduce, **entry["options"])
+        results.log(value=value, on_epoch=True, batch_size=1, sync_dist_fn=trainer.strategy.reduce, **entry["options"])
         vars(results[key]).update(states)
         results[key].meta = _RestoredOptions(results[key])
 

@@ -243,8 +243,6 @@ class ExactResume(GuardedCallback):
                 os.unlink(path)
             os.replace(unfinished, path)
 
-    # Checkpoints
-
     @override
     def state_dict(self) -> dict[str, Any]:
         if not self.is_on:
