@@ -81,7 +81,7 @@ class Gpu:
     utilization_rate: int | None = None  # the instantaneous reading, where it shall differ from the last sample
     processes: list[Process] | None = field(default_factory=list)
     compute_mode: str | None = "default"  # prohibited, exclusive_process
-    compute_capability: tuple[int, int] = (9, 0)
+    compute_capability: tuple[int, int] | None = None  # filled in from the name
     mig_capable: bool = True
     mig: list[MigInstance | None] | None = None  # a list, also an empty one: MIG mode is on; None: an empty slot
     numa_node: int | None = 0
@@ -209,6 +209,7 @@ class Driver:
                 _driver=self,
                 uuid=card.uuid or f"GPU-{uuids.uuid5(uuids.NAMESPACE_OID, str(position))}",
                 pci=card.pci or (position // 15, 16 * (position % 15 + 1), 0),
+                compute_capability=card.compute_capability or _capability(card.name),
                 **_sizes(card),
             )
             for slot, instance in enumerate(card.mig or []):
@@ -224,3 +225,8 @@ class Driver:
 def _sizes(card: Gpu) -> dict[str, int | None]:
     """Return the sizes in bytes, because they may have been assigned as text."""
     return {name: size_bytes(getattr(card, name)) for name in ("memory_total", "memory_free")}
+
+
+def _capability(name: str) -> tuple[int, int]:
+    # Of cards that torch no longer supports: https://developer.nvidia.com/cuda-legacy-gpus
+    return next((version for part, version in {"GT 710": (3, 5), "K80": (3, 7)}.items() if part in name), (9, 0))
