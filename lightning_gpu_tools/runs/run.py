@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -78,9 +78,10 @@ def slowest_loader(run: Run) -> DataLoader[Any] | None:
 class Timer:
     """The driver of a session's clock."""
 
-    def __init__(self, clock: StepClock) -> None:
+    def __init__(self, clock: StepClock, weights: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """``weights`` returns those whose gradients DistributedDataParallel sends."""
         self.clock = clock
-        self.rank_waits = RankWaits(clock)  # moves waiting for other ranks out of the clock's phases
+        self.rank_waits = RankWaits(clock, weights)  # moves waiting for other ranks out of the clock's phases
         self.memory: MemoryCounters | None = None  # of this rank's GPU; None on another device
         self.fault: Exception | None = None  # the error that ended the timing
         self.patches = Patches()

@@ -81,7 +81,7 @@ class FitTimer(Timer):
         enter: Callable[[Phase], None] = lambda phase: None,
         step_ended: Callable[[Any], None] = lambda batch: None,
     ) -> None:
-        super().__init__(clock)
+        super().__init__(clock, lambda: trainer.lightning_module.parameters() if self._run.is_plain_ddp else ())
         self._step_ended = step_ended
         self._ending = ending
         self._trainer = trainer

@@ -64,7 +64,7 @@ class LoopTimer(Timer):
         enter: Callable[[Phase], None],
         after_step: Callable[[], None],
     ) -> None:
-        super().__init__(clock)
+        super().__init__(clock, lambda: run.weights() if run.is_plain_ddp else ())
         self._run = run
         self._fabric = fabric
         self._enter = enter

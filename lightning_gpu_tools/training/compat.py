@@ -216,6 +216,26 @@ def index_of(frames: Sequence[FrameType]) -> str | None:
     return None
 
 
+def accumulation(weight: torch.Tensor) -> Any:
+    """Return the node of the autograd graph that accumulates a weight's gradient.
+
+    Without it, the same as without ``collectives_started``.
+    """
+    return torch.autograd.graph.get_gradient_edge(weight).node
+
+
+def collectives_started() -> int:
+    """Return the number of collectives of the default process group so far; 0 if it does not count them.
+
+    Without it, the GPU's time in backward is not compared between ranks from torch 2.15 on.
+    """
+    count = getattr(torch.distributed.group.WORLD, "_get_sequence_number_for_group", int)
+    try:
+        return int(count())
+    except RuntimeError:  # a backend without numbers
+        return 0
+
+
 def waits_for_each_bucket() -> bool:
     """Return whether GPUs wait for a bucket of gradients when it is sent, as with NCCL's backend since torch 2.15.
 

@@ -71,7 +71,7 @@ def rank_changes(folder: Path, rank: int) -> None:
     of_lightning = lightnings(fit_changes(folder / f"{rank}", **options))
     ours = fit_changes(folder / f"{rank}", [GPUUtilizationMonitor(), GPUUtilizationAdvisor()], **options)
     unlisted, left = ours.during - of_lightning - table().keys(), ours.after - of_lightning
-    missing = table("With several ranks").keys() - ours.during
+    missing = table("With several ranks").keys() - ours.during - {"hooks of parameters"}  # which are on a GPU alone
     (folder / f"found{rank}").write_text(json.dumps([sorted(unlisted), sorted(left), sorted(missing)]))
 
 
