@@ -2,69 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from lightning_gpu_tools.advice.cause import Cause, is_known
-from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
+from lightning_gpu_tools.advice.causes import STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.findings import (
     AT_END,
-    MAX_UNNAMED,
-    MIN_CEILING,
-    MIN_CEILING_LOWER,
-    MIN_COST_S_PER_STEP,
     MIN_SECONDS,
     MIN_STEPS,
     MIN_UTILIZATION_PERCENT,
-    SHARED_GPU,
     Diagnosis,
-    Evidence,
     Finding,
-    Verdict,
-    gain,
-    known,
-    label_of,
     without_added_time,
 )
-from lightning_gpu_tools.advice.host_phases import longest_group
 from lightning_gpu_tools.advice.idle_time import (
-    busy_percent,
-    few_active_sms,
     idle_by_phase,
     idle_in_step_share,
-    is_tiny,
-    worked_share,
 )
-from lightning_gpu_tools.advice.lines import holding, in_words
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
-from lightning_gpu_tools.advice.out_of_memory import (
-    begin_bytes,
-    is_pool_of_driver,
-    needed_bytes,
-    others_bytes,
-    place_of,
-)
+from lightning_gpu_tools.advice.memory_errors import early_warnings, explain_error
+from lightning_gpu_tools.advice.reasons import next_step_of, of_short_run, why_of
+from lightning_gpu_tools.advice.verdict import LeftOut, by_gain, judge, why_not
 from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.phases import (
-    CALLBACK,
     DATA_LOADING,
-    PAUSES,
     TRAINING_STEP,
-    UNEXPLAINED,
-    base_phase,
 )
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.stall_facts import StallFacts
-from lightning_gpu_tools.units import format_bytes, format_duration, plural
 
 _MAX_FINDINGS = 4  # our default: users with more to change start with these
-_MIN_UNNAMED_IDLE = 0.15  # our default, of the wall time: idle in the step beyond what findings explain
-
-
-# A finding that needs no change, and the reason.
-_LeftOut = tuple[Finding, str]
 
 
 def diagnose(
@@ -86,21 +55,21 @@ def diagnose(
     if run.on_gpu and run.utilization_percent is None:  # the driver's first sample may still be missing
         min_seconds = max(min_seconds, AT_END * MIN_SECONDS)
     if steady >= max(1, min_steps) and steady_s >= min_seconds:
-        judged, found, left_out = _judge(run, *_find(run, TIME_CAUSES, searched), min_utilization_percent)
+        judged, found, left_out = judge(run, *_find(run, TIME_CAUSES, searched), min_utilization_percent)
     else:
         judged, found, left_out = "too_short", [], []
         if run.steps >= min_steps and run.wall_s >= min_seconds:
             early = {name: cause for name, cause in TIME_CAUSES.items() if cause.is_judged_early(run)}
             found, _ = _find(run, early, None)
             judged = "low" if found else "too_short"
-    verdict, findings = judged, sorted(found, key=_by_gain)[:_MAX_FINDINGS]
+    verdict, findings = judged, sorted(found, key=by_gain)[:_MAX_FINDINGS]
     if verdict == "too_short":
-        reason, change = _of_short_run(run, steady, steady_s, min_steps, min_seconds)
+        reason, change = of_short_run(run, steady, steady_s, min_steps, min_seconds)
     else:
-        reason, change = _why(run, verdict, findings, left_out), _next_step(verdict, findings)
+        reason, change = why_of(run, verdict, findings, left_out), next_step_of(verdict, findings)
     warnings = early_warnings(run if out_of_memory is None else replace(run, growth=()))
     if out_of_memory is not None:
-        of_memory, reason = _explain_error(run, out_of_memory)
+        of_memory, reason = explain_error(run, out_of_memory)
         verdict, findings, change = "out_of_memory", [*of_memory, *findings][:_MAX_FINDINGS], of_memory[0].advice
         warnings = [warning for warning in warnings if warning.cause not in {finding.cause for finding in of_memory}]
     elif warnings and not findings:
@@ -121,30 +90,18 @@ def diagnose(
     )
 
 
-def early_warnings(run: RunMeasurements) -> list[Finding]:
-    """Return what will fill memory, or holds it without need, before it is full."""
-    findings = []
-    for name, cause in MEMORY_CAUSES.items():
-        if cause.find_early is not None:
-            findings += [replace(finding, cause=name) for finding in cause.find_early(run)]
-    return findings
-
-
 def explain_stall(facts: StallFacts) -> Finding:
     """Return why training makes no progress: the first cause that applies."""
     return next(replace(found, cause=name) for name, cause in STALL_CAUSES.items() for found in cause.find(facts))
 
 
-# The findings, and the verdict on them
-
-
 def _find(
     run: RunMeasurements, causes: dict[str, Cause[RunMeasurements]], searched: LoaderResult | None
-) -> tuple[list[Finding], list[_LeftOut]]:
+) -> tuple[list[Finding], list[LeftOut]]:
     """Return the findings worth reporting, and the others with the reasons why they need no change."""
     silencing: set[str] = set()
     reported: list[Finding] = []
-    left_out: list[_LeftOut] = []
+    left_out: list[LeftOut] = []
     for name, cause in causes.items():
         if not silencing.isdisjoint(cause.silenced_by) or not all(is_known(run, need) for need in cause.needs):
             continue
@@ -158,139 +115,12 @@ def _find(
             for earlier in reported:
                 if causes[earlier.cause].takes_over:
                     finding = without_added_time(finding, earlier)
-            reason = _why_not(run, cause, finding)
+            reason = why_not(run, cause, finding)
             if reason:
                 left_out.append((finding, reason))
             elif not cause.is_explained_by(finding, [(causes[earlier.cause], earlier) for earlier in reported]):
                 reported.append(finding)
     return reported, left_out
-
-
-def _why_not(run: RunMeasurements, cause: Cause[Any], finding: Finding) -> str:
-    """Return why a finding needs no change, to follow "but"; empty if it does."""
-    cost_s = finding.share * run.step_s
-    if cause.kind == "others":
-        return ""
-    if reason := cause.why_not(run, finding):
-        return reason
-    if finding.ceiling < MIN_CEILING:
-        if "wait_ms_per_step" in finding.evidence:
-            return f"a steady step waits only {format_duration(float(finding.evidence['wait_ms_per_step']) / 1e3)}"
-        return f"removing one part of it makes {run.activity} less than {100 * (MIN_CEILING - 1):.0f}% faster"
-    if finding.ceiling_lower <= MIN_CEILING_LOWER:
-        return "it occurs too rarely, or varies too much, to be more than chance"
-    if cost_s < MIN_COST_S_PER_STEP and not cause.ignores_min_cost:
-        return f"it is {format_duration(cost_s)} per step, too little to matter"
-    return ""
-
-
-def _by_gain(finding: Finding) -> tuple[float, str]:
-    return -finding.ceiling, finding.cause
-
-
-def _judge(
-    run: RunMeasurements, findings: Sequence[Finding], left_out: Sequence[_LeftOut], min_utilization_percent: float
-) -> tuple[Verdict, list[Finding], Sequence[_LeftOut]]:
-    """Return the verdict on a run that is long enough, the findings to report, and the others."""
-    kinds = {finding.cause: TIME_CAUSES[finding.cause].kind for finding in findings}
-    others = [finding for finding in findings if kinds[finding.cause] == "others"]
-    remarks = [finding for finding in findings if kinds[finding.cause] == "remark"]
-    found = [finding for finding in findings if kinds[finding.cause] in ("idle", "busy")]
-    if any(finding.share for finding in others):  # they compute; otherwise they only hold memory, as far as known
-        return SHARED_GPU, others, ()
-    percent = busy_percent(run)
-    verdict: Verdict = "healthy"
-    if not run.on_gpu or percent is None:
-        verdict = "low" if found else "unknown" if run.on_gpu else "healthy"
-    elif percent < min_utilization_percent or few_active_sms(run) is not None or "busy" in kinds.values():
-        verdict = "low"
-        explained = sum(
-            finding.share
-            for finding in found
-            if TIME_CAUSES[finding.cause].is_in_step and base_phase(str(finding.evidence["phase"])) == TRAINING_STEP
-        )
-        rest = max(0.0, (idle_in_step_share(run) or 0.0) - explained)
-        if not found or rest >= _MIN_UNNAMED_IDLE:
-            unnamed = rest if found else 1.0 - percent / 100
-            for name, cause in TIME_CAUSES.items():
-                if cause.explain_rest is not None:
-                    found = [*found, replace(cause.explain_rest(run, unnamed), cause=name)]
-        # A model that is too small for a GPU has one cause.
-        found = sorted(found, key=_by_gain)[:1] if is_tiny(run) else [*found, *remarks]
-    else:
-        reason = f"a GPU that is busy {min_utilization_percent:.0f}% of the time is well used"
-        found, left_out = remarks, [(finding, reason) for finding in found]
-    if verdict == "low":
-        return verdict, [*found, *others], ()
-    if others and 100 * worked_share(run) < min_utilization_percent:  # the work may be theirs
-        return SHARED_GPU, others, ()
-    return verdict, found, left_out
-
-
-# The reason, and what to do
-
-
-def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding], left_out: Sequence[_LeftOut]) -> str:
-    """Return the reason for the verdict on a run that is long enough."""
-    if verdict == "unknown":
-        return f"The driver does not report GPU utilization, and nothing on the host slows {run.activity} down."
-    if verdict == SHARED_GPU:
-        return findings[0].why
-    gpus = "GPUs are" if len(run.ranks) > 1 else "GPU is"
-    gpu = "" if busy_percent(run) is None else f"The {gpus} busy {busy_percent(run):.0f}% of the time. "
-    if verdict == "healthy" or not findings:
-        return gpu + (_harmless(run, left_out) or f"Nothing on the host slows {run.activity} down.")
-    return gpu + findings[0].why
-
-
-def _harmless(run: RunMeasurements, left_out: Sequence[_LeftOut]) -> str:
-    """Return why the longest line of a healthy run's time tree is not a cause; empty without a long line.
-
-    On a GPU, it may be hidden behind the GPU's work, so only a finding counts.
-    """
-    if run.on_gpu:
-        longest, reason = max(left_out, key=lambda candidate: candidate[0].share, default=(None, ""))
-        return "" if longest is None else f"{longest.why.removesuffix('.')}, but {reason}."
-    group, seconds = longest_group(run, (TRAINING_STEP,))
-    if seconds < MAX_UNNAMED * run.wall_s:
-        return ""
-    about = [candidate for candidate in left_out if group == base_phase(str(candidate[0].evidence.get("phase")))]
-    _, reason = max(about, key=lambda candidate: candidate[0].share, default=(None, "no rule judges it"))
-    label, verb = label_of(group), "take" if group == CALLBACK else "takes"
-    return f"{label[0].upper()}{label[1:]} {verb} {100 * seconds / run.wall_s:.0f}% of the wall time, but {reason}."
-
-
-def _next_step(verdict: Verdict, findings: Sequence[Finding]) -> str:
-    """Return what to do about the first finding."""
-    if not findings:
-        if verdict == "unknown":
-            return "Check nvidia-smi dmon. On a MIG instance, the driver reports no utilization."
-        return "No change needed."
-    first = findings[0]
-    if verdict == SHARED_GPU:
-        return first.advice
-    advice = f"{first.advice} {gain(first)}"
-    return f"No change needed. Optional: {advice}" if verdict == "healthy" else advice
-
-
-def _of_short_run(
-    run: RunMeasurements, steady: int, steady_s: float, min_steps: int, min_seconds: float
-) -> tuple[str, str]:
-    """Return why a run is too short to judge, with its longest phase so far, and what to do."""
-    reason = (
-        f"Measured {plural(steady, 'steady step')} in {format_duration(steady_s)}, but a verdict needs at least "
-        f"{plural(min_steps, 'step')} and {format_duration(min_seconds)}. The first steps of the run and of each epoch "
-        "do not count."
-    )
-    too_few = {"min_steps": steady < min_steps, "min_seconds": steady_s < min_seconds}
-    options = " and ".join(name for name, is_short in too_few.items() if is_short)
-    longer = "Train longer" if run.stage == "fit" else "Use more data"
-    change = f"{longer}, or lower {options} of {'GPUUtilizationAdvisor' if run.has_trainer else 'watch()'}."
-    group, longest_s = longest_group(run, (TRAINING_STEP, UNEXPLAINED, *PAUSES))
-    if longest_s and longest_s >= MAX_UNNAMED * run.wall_s:
-        share = f"{100 * longest_s / run.wall_s:.0f}% of the wall time"
-        reason = f"So far: {label_of(group)}, {share}; too short for a verdict. {reason}"
-    return reason, change
 
 
 def _idle_percent(run: RunMeasurements) -> Mapping[str, float]:
@@ -300,44 +130,3 @@ def _idle_percent(run: RunMeasurements) -> Mapping[str, float]:
     percent = {phase: 100 * share for phase, share in idle_by_phase(run).items()}
     in_step = idle_in_step_share(run)
     return percent if in_step is None else {**percent, TRAINING_STEP: 100 * in_step}
-
-
-# Out-of-memory errors
-
-
-def _explain_error(run: RunMeasurements, oom: OutOfMemory) -> tuple[list[Finding], str]:
-    """Return the causes of an error, the first one first, and the reason for the verdict."""
-    findings: list[Finding] = []
-    for name, cause in MEMORY_CAUSES.items():
-        if (cause.is_on_host or oom.source != "host") and not (cause.is_last_resort and findings):
-            findings += [replace(finding, cause=name) for finding in cause.find((run, oom))]
-    reading = oom.reading
-    evidence: Evidence = {
-        "phase": oom.phase,
-        "step": oom.step,
-        "requested_bytes": oom.requested_bytes or None,
-        "free_bytes": oom.free_bytes,
-        "total_bytes": oom.total_bytes,
-        "allowed_bytes": oom.allowed_bytes,
-        "allocated_bytes": None if reading is None else reading.allocated_bytes,
-        "cached_bytes": None if reading is None else reading.reserved_bytes - reading.allocated_bytes,
-        "others_bytes": others_bytes(oom) or None,
-        "needed_bytes": None if oom.source == "host" else needed_bytes(oom),
-        "begin_bytes": begin_bytes(oom),
-        "asked_at": None if oom.asked is None else in_words(*oom.asked[3:]),
-        "source_lines": holding(oom.lines),
-    }
-    findings = [replace(finding, evidence={**known(evidence), **finding.evidence}) for finding in findings]
-    parts = []
-    if oom.requested_bytes:
-        at = "" if oom.asked is None else f" at {in_words(*oom.asked[3:])}"
-        parts.append(f"{oom.name} asked for {format_bytes(oom.requested_bytes)}{at}")
-    # If the driver keeps the free memory (cudaMallocAsync), a limit on torch counts only tensors.
-    if oom.allowed_bytes is not None and reading is not None:
-        held = reading.allocated_bytes if is_pool_of_driver(oom) else reading.reserved_bytes
-        parts.append(f"it uses {format_bytes(held)} of the {format_bytes(oom.allowed_bytes)} allowed")
-    elif oom.free_bytes is not None and oom.total_bytes is not None and oom.source != "host":
-        parts.append(f"{format_bytes(oom.free_bytes)} of {format_bytes(oom.total_bytes)} were free")
-    who = f"Rank {oom.rank}: " if len(run.ranks) > 1 or oom.rank else ""
-    where = f"{who}Out of memory in {place_of(oom)} at step {oom.step}{': ' if parts else ''}{'; '.join(parts)}."
-    return findings, f"{where} {findings[0].why}"

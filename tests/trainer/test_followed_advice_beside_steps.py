@@ -25,7 +25,8 @@ from lightning_gpu_tools import (
     load_report,
 )
 from lightning_gpu_tools.advice.causes import TIME_CAUSES
-from lightning_gpu_tools.advice.diagnosis import diagnose, early_warnings
+from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.memory_errors import early_warnings
 from lightning_gpu_tools.memory.readings import MemoryGrowth
 from lightning_gpu_tools.types import Report
 
