@@ -5,11 +5,13 @@ import os
 import re
 import time
 from collections.abc import Collection, Mapping
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, NoReturn, TypedDict
 
 INIT = 1  # becomes the parent of processes whose parent has ended
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")  # the unit of CPU times in /proc
 _PF_KTHREAD = 0x00200000  # include/linux/sched.h
+# The PID of a process that became a command, perhaps after a long wait, and when: seconds since boot.
+_BECAME = "LIGHTNING_GPU_TOOLS_BECAME_COMMAND"
 
 
 class ProcessStat(NamedTuple):
@@ -50,10 +52,20 @@ def process_stat(pid: int) -> ProcessStat | None:
     )
 
 
+def become(command: list[str]) -> NoReturn:
+    """Execute a command in place of this process."""
+    os.environ[_BECAME] = f"{os.getpid()} {time.clock_gettime(time.CLOCK_BOOTTIME)}"
+    os.execvp(command[0], command)
+
+
 def process_age_s() -> float | None:
-    """Return the seconds since this process was started; ``None`` if unknown, as without ``/proc``."""
+    """Return the seconds since this process was started, or became a command; ``None`` if unknown."""
     stat = process_stat(os.getpid())
-    return None if stat is None else time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started_ticks / TICKS_PER_S
+    if stat is None:
+        return None
+    pid, _, became_s = os.environ.get(_BECAME, "").partition(" ")
+    began_s = float(became_s) if pid == str(os.getpid()) else stat.started_ticks / TICKS_PER_S
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began_s
 
 
 def descendants(pids: Collection[int], ancestors: Collection[int]) -> frozenset[int]:

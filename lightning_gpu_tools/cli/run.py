@@ -8,6 +8,7 @@ import signal
 import sys
 
 from lightning_gpu_tools.cli.pick import ABOUT_CLAIMS, add_requirements, say, select
+from lightning_gpu_tools.processes import become
 from lightning_gpu_tools.selection.placement import find_launch
 from lightning_gpu_tools.units import printable_path
 
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the command would inherit that
             signal.signal(getattr(signal, name), signal.SIG_DFL)
-        os.execvp(command[0], command)
+        become(command)
     except OSError as error:
         print(f"lightning-gpu-tools: {printable_path(command[0])}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126  # as in a shell, POSIX "Exit Status for Commands"

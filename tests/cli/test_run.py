@@ -107,6 +107,16 @@ def test_advise_needs_no_gpu(driver: Driver, run_cli: RunCli) -> None:
     assert run_cli("run", "--advise", "-n", "1", "--", "true").returncode == 4
 
 
+def test_a_command_is_as_old_as_its_own_start(driver: Driver, run_cli: RunCli) -> None:
+    code = (
+        "import os, time; from lightning_gpu_tools.processes import TICKS_PER_S, process_age_s, process_stat; "
+        "began_s = process_stat(os.getpid()).started_ticks / TICKS_PER_S; "
+        "print(time.clock_gettime(time.CLOCK_BOOTTIME) - began_s - process_age_s())"
+    )
+    answer = run_cli("run", "--advise", "--", sys.executable, "-c", code)
+    assert float(answer.stdout) > 0.03  # Python's own start, before the command
+
+
 def test_an_option_on_gpus_claims_some_also_under_advise(driver: Driver, run_cli: RunCli) -> None:
     driver.gpus = [gpu()]
     answer = run_cli("run", "--advise", "--name", "h200", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
