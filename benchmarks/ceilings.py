@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from toys import TrainedBySGD, compute
 
 from lightning_gpu_tools import GPUUtilizationAdvisor
-from lightning_gpu_tools.advice.idle_time import without_warm_up
+from lightning_gpu_tools.advice.lost_time import without_warm_up
 from lightning_gpu_tools.types import Diagnosis
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

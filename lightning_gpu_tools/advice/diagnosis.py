@@ -15,16 +15,20 @@ from lightning_gpu_tools.advice.findings import (
     MIN_UTILIZATION_PERCENT,
     Diagnosis,
     Finding,
-    without_added_time,
-)
-from lightning_gpu_tools.advice.idle_time import (
-    idle_by_phase,
-    idle_in_step_share,
 )
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
-from lightning_gpu_tools.advice.memory_errors import early_warnings, explain_error
-from lightning_gpu_tools.advice.reasons import next_step_of, of_short_run, why_of
-from lightning_gpu_tools.advice.verdict import LeftOut, by_gain, judge, why_not
+from lightning_gpu_tools.advice.lost_time import idle_by_phase, idle_in_step_share, without_added_time
+from lightning_gpu_tools.advice.verdict import (
+    LeftOut,
+    by_gain,
+    early_warnings,
+    explain_error,
+    judge,
+    next_step_of,
+    of_short_run,
+    why_not,
+    why_of,
+)
 from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.phases import (
     DATA_LOADING,

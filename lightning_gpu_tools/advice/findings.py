@@ -1,20 +1,20 @@
-"""The types of a diagnosis, the thresholds that rules share, and confidence intervals."""
+"""The types of a diagnosis, the thresholds that rules share, confidence intervals, and source lines. Pure."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
-from lightning_gpu_tools.advice.idle_time import idle_residual
-from lightning_gpu_tools.advice.lines import top_line_sentence, top_source_lines
+from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.training.dataset import Storage
 from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, base_phase
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.units import format_duration, printable, printable_path
+from lightning_gpu_tools.training.run_measurements import SourceLine
+from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 SHARED_GPU: Final = "shared_gpu"  # a verdict; a cause has the same name
 Verdict = Literal["healthy", "low", "too_short", "shared_gpu", "unknown", "out_of_memory"]
@@ -31,9 +31,14 @@ MIN_STEPS = 50  # steady steps before a verdict
 MIN_SECONDS = 20.0  # of steady steps, before a warning
 AT_END = 0.25  # of MIN_SECONDS, before the verdict on a finished run, which cannot be measured longer
 MAX_UNNAMED = 0.10  # our default, of the wall time: from here on, no run is healthy
-FIND_FUNCTION = (
-    "Find the slow function: py-spy record --pid PID --duration 30, or python -m cProfile -s tottime SCRIPT."
-)
+
+# Of source lines, our defaults.
+MIN_SAMPLES = 20  # of a phase: with 20, a share is known to within 22 points either way (95%), with 200 to within 7
+_MIN_SHARE = 0.10  # a line with less is not worth reporting
+_MAX_LINES = 3
+_MAX_NAME = 100  # characters of a file or a function
+# If the innermost line is in one of these, the program has no line to change there.
+_FRAMEWORKS = ("torch/", "lightning/", "pytorch_lightning/", "lightning_fabric/")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,67 +157,6 @@ def new_finding(why: str, advice: Sequence[str], evidence: Mapping[str, float | 
     return Finding(cause="", why=why, advice=" ".join(filter(None, advice)), evidence=known(evidence))
 
 
-def lost_time(
-    run: RunMeasurements,
-    share: float,
-    *,
-    begins: str,
-    advice: str,
-    evidence: Mapping[str, float | str | None],
-    phase: str | None = None,
-    per_step_s: float | None = None,
-    detail: str = "",
-    lines: Sequence[str] = (),
-    whose: str = "this time",
-    has_function: bool = False,
-    basis: Basis = "measured",
-    avoidable: float | None = None,
-    lower: float | None = None,
-) -> Finding:
-    """Return a finding on this share of the wall time.
-
-    ``begins`` is the beginning of the reason, before "...% of the wall time", and ``detail`` more numbers after it,
-    by default the seconds per step. ``lines`` are phases, or groups of them, whose source lines it reports; ``whose``
-    names their time, and ``has_function`` says to look for a function if no line is known. ``avoidable`` is the
-    removable part of the share, by default all, and ``lower`` its lower bound if it was sampled or may be due to
-    chance.
-    """
-    if per_step_s is not None:
-        evidence = {**evidence, "ms_per_step": 1e3 * per_step_s}
-        detail = detail or f"{format_duration(per_step_s)} per step"
-    if lines:
-        evidence = {**evidence, "source_lines": top_source_lines(run.lines, *lines)}
-    hint = top_line_sentence(run.lines, *lines, whose=whose) or (FIND_FUNCTION if has_function else "")
-    bound = ceiling(share if avoidable is None else avoidable)
-    # If the GPU's times contradict the driver's utilization, the share may be too large by the difference.
-    surely = (share if lower is None else lower) - idle_residual(run)
-    return Finding(
-        cause="",
-        share=share,
-        ceiling=bound,
-        ceiling_lower=min(bound, ceiling(surely)),
-        evidence=known({"phase": phase, **evidence}),
-        why=f"{begins} {100 * share:.0f}% of the wall time{detail and f' ({detail})'}.",
-        advice=f"{advice} {hint}".strip(),
-        basis=basis,
-    )
-
-
-def without_added_time(finding: Finding, slower: Finding) -> Finding:
-    """Return a finding without the time added by a slowdown, if both are about the same phase."""
-    phase = str(slower.evidence["phase"])
-    if finding.evidence.get("phase") not in (phase, base_phase(phase)):
-        return finding
-    share = max(0.0, finding.share - slower.share)
-    return replace(
-        finding,
-        share=share,
-        ceiling=min(finding.ceiling, ceiling(share)),
-        ceiling_lower=min(finding.ceiling_lower, ceiling(share)),
-        why=f"{finding.why} Excluding the time added by the slowdown, it is {100 * share:.0f}%.",
-    )
-
-
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return an interval that holds the median with at least 95% confidence; ``None`` for fewer than six values.
 
@@ -259,3 +203,77 @@ def evidence_of_storage(storage: Storage | None) -> Evidence:
     if storage is None:
         return {}
     return {"storage_path": printable_path(storage.path), "file_system": printable(storage.file_system)}
+
+
+# --- source lines that take the time of a phase, by their number of samples -------------------------------------------
+
+
+class LineShare(NamedTuple):
+    """A source line, and its share of the samples of some phases."""
+
+    file: str
+    line: int
+    function: str
+    share: float
+    samples: int
+
+    def __str__(self) -> str:
+        return in_words(self.file, self.line, self.function)
+
+
+def in_words(file: str, line: int, function: str) -> str:
+    """Return a line as ``"data.py:41 in decode"``."""
+    return f"{printable(file, _MAX_NAME)}:{line} in {printable(function, _MAX_NAME)}"
+
+
+def is_of_program(file: str) -> bool:
+    """Return whether a file belongs to the program, not to a framework."""
+    return bool(file) and not file.startswith(_FRAMEWORKS)
+
+
+def seen_in(lines: Sequence[SourceLine], *phases: str) -> list[LineShare]:
+    """Return the lines sampled in these phases, or in phases of these groups, most frequent first.
+
+    Shares add up to 1: samples without a line of the user's code count for the framework's line.
+    """
+    samples: Counter[tuple[str, int, str]] = Counter()
+    for seen in lines:
+        if seen.phase in phases or base_phase(seen.phase) in phases:
+            samples[seen.file, seen.line, seen.function] += seen.samples
+    whole = samples.total()
+    by_share = sorted(samples.items(), key=lambda item: (-item[1], item[0]))
+    return [LineShare(*place, count / whole, count) for place, count in by_share if count]
+
+
+def worth_reporting(shares: Sequence[LineShare]) -> list[LineShare]:
+    """Return the lines with the largest shares; none if there are too few samples."""
+    if sum(line.samples for line in shares) < MIN_SAMPLES:
+        return []
+    return [line for line in shares if line.share >= _MIN_SHARE][:_MAX_LINES]
+
+
+def top_source_lines(lines: Sequence[SourceLine], *phases: str) -> str | None:
+    """Return the lines that take the time of these phases, in the format of ``evidence["source_lines"]``.
+
+    ``"data.py:41 in decode (62%), data.py:57 in __getitem__ (20%)"``; ``None`` if there are too few samples.
+    """
+    named = worth_reporting(seen_in(lines, *phases))
+    return ", ".join(f"{line} ({100 * line.share:.0f}%)" for line in named) or None
+
+
+def holding(lines: Sequence[MemoryLine]) -> str | None:
+    """Return the program's lines that allocated most of the memory in ``lines``, each at least 10% of it.
+
+    ``"net.py:41 in forward (1.20 GiB), net.py:57 in forward (310 MiB)"``; ``None`` without one.
+    """
+    whole = sum(line.bytes for line in lines)
+    named = [line for line in lines if is_of_program(line.file) and line.bytes >= _MIN_SHARE * whole][:_MAX_LINES]
+    return ", ".join(f"{in_words(*line[3:])} ({format_bytes(line.bytes)})" for line in named) or None
+
+
+def top_line_sentence(lines: Sequence[SourceLine], *phases: str, whose: str = "this time") -> str:
+    """Return a sentence about the line that takes most of these phases; empty if it is not in the program."""
+    for line in worth_reporting(seen_in(lines, *phases))[:1]:
+        if is_of_program(line.file):
+            return f"{100 * line.share:.0f}% of {whose} is at {line}."
+    return ""

@@ -1,4 +1,4 @@
-"""The verdict on a run that is long enough, and which findings count."""
+"""The verdict on a run: which findings count, the reason, and what to do; and that of an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -7,19 +7,41 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_gpu_tools.advice.cause import Cause
-from lightning_gpu_tools.advice.causes import TIME_CAUSES
+from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.findings import (
+    MAX_UNNAMED,
     MIN_CEILING,
     MIN_CEILING_LOWER,
     MIN_COST_S_PER_STEP,
     SHARED_GPU,
+    Evidence,
     Finding,
     Verdict,
+    gain,
+    holding,
+    in_words,
+    known,
+    label_of,
 )
-from lightning_gpu_tools.advice.idle_time import busy_percent, few_active_sms, idle_in_step_share, is_tiny, worked_share
-from lightning_gpu_tools.training.phases import TRAINING_STEP, base_phase
+from lightning_gpu_tools.advice.lost_time import (
+    busy_percent,
+    few_active_sms,
+    idle_in_step_share,
+    is_tiny,
+    longest_group,
+    worked_share,
+)
+from lightning_gpu_tools.advice.out_of_memory import (
+    begin_bytes,
+    is_pool_of_driver,
+    needed_bytes,
+    others_bytes,
+    place_of,
+)
+from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
+from lightning_gpu_tools.training.phases import CALLBACK, PAUSES, TRAINING_STEP, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.units import format_duration
+from lightning_gpu_tools.units import format_bytes, format_duration, plural
 
 _MIN_UNNAMED_IDLE = 0.15  # our default, of the wall time: idle in the step beyond what findings explain
 LeftOut = tuple[Finding, str]  # a finding that needs no change, and the reason
@@ -85,3 +107,113 @@ def judge(
     if others and 100 * worked_share(run) < min_utilization_percent:  # the work may be theirs
         return SHARED_GPU, others, ()
     return verdict, found, left_out
+
+
+def why_of(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding], left_out: Sequence[LeftOut]) -> str:
+    """Return the reason for the verdict on a run that is long enough."""
+    if verdict == "unknown":
+        return f"The driver does not report GPU utilization, and nothing on the host slows {run.activity} down."
+    if verdict == SHARED_GPU:
+        return findings[0].why
+    gpus = "GPUs are" if len(run.ranks) > 1 else "GPU is"
+    gpu = "" if busy_percent(run) is None else f"The {gpus} busy {busy_percent(run):.0f}% of the time. "
+    if verdict == "healthy" or not findings:
+        return gpu + (_harmless(run, left_out) or f"Nothing on the host slows {run.activity} down.")
+    return gpu + findings[0].why
+
+
+def _harmless(run: RunMeasurements, left_out: Sequence[LeftOut]) -> str:
+    """Return why the longest line of a healthy run's time tree is not a cause; empty without a long line.
+
+    On a GPU, it may be hidden behind the GPU's work, so only a finding counts.
+    """
+    if run.on_gpu:
+        longest, reason = max(left_out, key=lambda candidate: candidate[0].share, default=(None, ""))
+        return "" if longest is None else f"{longest.why.removesuffix('.')}, but {reason}."
+    group, seconds = longest_group(run, (TRAINING_STEP,))
+    if seconds < MAX_UNNAMED * run.wall_s:
+        return ""
+    about = [candidate for candidate in left_out if group == base_phase(str(candidate[0].evidence.get("phase")))]
+    _, reason = max(about, key=lambda candidate: candidate[0].share, default=(None, "no rule judges it"))
+    label, verb = label_of(group), "take" if group == CALLBACK else "takes"
+    return f"{label[0].upper()}{label[1:]} {verb} {100 * seconds / run.wall_s:.0f}% of the wall time, but {reason}."
+
+
+def next_step_of(verdict: Verdict, findings: Sequence[Finding]) -> str:
+    """Return what to do about the first finding."""
+    if not findings:
+        if verdict == "unknown":
+            return "Check nvidia-smi dmon. On a MIG instance, the driver reports no utilization."
+        return "No change needed."
+    first = findings[0]
+    if verdict == SHARED_GPU:
+        return first.advice
+    advice = f"{first.advice} {gain(first)}"
+    return f"No change needed. Optional: {advice}" if verdict == "healthy" else advice
+
+
+def of_short_run(
+    run: RunMeasurements, steady: int, steady_s: float, min_steps: int, min_seconds: float
+) -> tuple[str, str]:
+    """Return why a run is too short to judge, with its longest phase so far, and what to do."""
+    reason = (
+        f"Measured {plural(steady, 'steady step')} in {format_duration(steady_s)}, but a verdict needs at least "
+        f"{plural(min_steps, 'step')} and {format_duration(min_seconds)}. The first steps of the run and of each epoch "
+        "do not count."
+    )
+    too_few = {"min_steps": steady < min_steps, "min_seconds": steady_s < min_seconds}
+    options = " and ".join(name for name, is_short in too_few.items() if is_short)
+    longer = "Train longer" if run.stage == "fit" else "Use more data"
+    change = f"{longer}, or lower {options} of {'GPUUtilizationAdvisor' if run.has_trainer else 'watch()'}."
+    group, longest_s = longest_group(run, (TRAINING_STEP, UNEXPLAINED, *PAUSES))
+    if longest_s and longest_s >= MAX_UNNAMED * run.wall_s:
+        share = f"{100 * longest_s / run.wall_s:.0f}% of the wall time"
+        reason = f"So far: {label_of(group)}, {share}; too short for a verdict. {reason}"
+    return reason, change
+
+
+def early_warnings(run: RunMeasurements) -> list[Finding]:
+    """Return what will fill memory, or holds it without need, before it is full."""
+    findings = []
+    for name, cause in MEMORY_CAUSES.items():
+        if cause.find_early is not None:
+            findings += [replace(finding, cause=name) for finding in cause.find_early(run)]
+    return findings
+
+
+def explain_error(run: RunMeasurements, oom: OutOfMemory) -> tuple[list[Finding], str]:
+    """Return the causes of an error, the first one first, and the reason for the verdict."""
+    findings: list[Finding] = []
+    for name, cause in MEMORY_CAUSES.items():
+        if (cause.is_on_host or oom.source != "host") and not (cause.is_last_resort and findings):
+            findings += [replace(finding, cause=name) for finding in cause.find((run, oom))]
+    reading = oom.reading
+    evidence: Evidence = {
+        "phase": oom.phase,
+        "step": oom.step,
+        "requested_bytes": oom.requested_bytes or None,
+        "free_bytes": oom.free_bytes,
+        "total_bytes": oom.total_bytes,
+        "allowed_bytes": oom.allowed_bytes,
+        "allocated_bytes": None if reading is None else reading.allocated_bytes,
+        "cached_bytes": None if reading is None else reading.reserved_bytes - reading.allocated_bytes,
+        "others_bytes": others_bytes(oom) or None,
+        "needed_bytes": None if oom.source == "host" else needed_bytes(oom),
+        "begin_bytes": begin_bytes(oom),
+        "asked_at": None if oom.asked is None else in_words(*oom.asked[3:]),
+        "source_lines": holding(oom.lines),
+    }
+    findings = [replace(finding, evidence={**known(evidence), **finding.evidence}) for finding in findings]
+    parts = []
+    if oom.requested_bytes:
+        at = "" if oom.asked is None else f" at {in_words(*oom.asked[3:])}"
+        parts.append(f"{oom.name} asked for {format_bytes(oom.requested_bytes)}{at}")
+    # If the driver keeps the free memory (cudaMallocAsync), a limit on torch counts only tensors.
+    if oom.allowed_bytes is not None and reading is not None:
+        held = reading.allocated_bytes if is_pool_of_driver(oom) else reading.reserved_bytes
+        parts.append(f"it uses {format_bytes(held)} of the {format_bytes(oom.allowed_bytes)} allowed")
+    elif oom.free_bytes is not None and oom.total_bytes is not None and oom.source != "host":
+        parts.append(f"{format_bytes(oom.free_bytes)} of {format_bytes(oom.total_bytes)} were free")
+    who = f"Rank {oom.rank}: " if len(run.ranks) > 1 or oom.rank else ""
+    where = f"{who}Out of memory in {place_of(oom)} at step {oom.step}{': ' if parts else ''}{'; '.join(parts)}."
+    return findings, f"{where} {findings[0].why}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from lightning_gpu_tools.advice.lines import in_words, is_of_program
+from lightning_gpu_tools.advice.findings import in_words, is_of_program
 from lightning_gpu_tools.dry_run.records import Moment, ProcessRecord
 from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.reports.last_run import min_free_for

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES
-from lightning_gpu_tools.advice.findings import Diagnosis, label_of
-from lightning_gpu_tools.advice.lines import in_words, seen_in
+from lightning_gpu_tools.advice.findings import Diagnosis, in_words, label_of, seen_in
 from lightning_gpu_tools.advice.memory_account import CACHE, OTHER_PROCESSES, PARTS, TENSORS, MemoryAccount
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary

@@ -18,7 +18,7 @@ from lightning_gpu_tools.advice.failures import (
     failure_of_workers,
     not_picklable,
 )
-from lightning_gpu_tools.advice.lines import is_of_program
+from lightning_gpu_tools.advice.findings import is_of_program
 from lightning_gpu_tools.advice.out_of_memory import begin_bytes, is_out_of_memory
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.advice.lines import MIN_SAMPLES
+from lightning_gpu_tools.advice.findings import MIN_SAMPLES
 from lightning_gpu_tools.host import children_cpu_s
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.inside import Inside

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
-from lightning_gpu_tools.advice.memory_errors import early_warnings
+from lightning_gpu_tools.advice.verdict import early_warnings
 from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
 from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.reports.report import COMPLETED

@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from lightning_gpu_tools.advice.collectives import collective_of
 from lightning_gpu_tools.advice.diagnosis import explain_stall
 from lightning_gpu_tools.advice.stalls import (
     Patience,
     Stall,
+    collective_of,
     describe_rank,
     headline,
     in_function,

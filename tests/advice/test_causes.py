@@ -28,7 +28,7 @@ from lightning_gpu_tools.advice.examples import (
     watched,
 )
 from lightning_gpu_tools.advice.findings import Finding
-from lightning_gpu_tools.advice.idle_time import idle_in_step, idle_in_step_share
+from lightning_gpu_tools.advice.lost_time import idle_in_step, idle_in_step_share
 from lightning_gpu_tools.training.dataset import Storage
 from lightning_gpu_tools.training.run_measurements import (
     LoadingFacts,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_gpu_tools.advice.collectives import collective_of
 from lightning_gpu_tools.advice.diagnosis import explain_stall
 from lightning_gpu_tools.advice.examples import a_rank, a_stack, a_stall
 from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.stalls import collective_of
 from lightning_gpu_tools.training.phases import FORWARD, RANK_WAIT
 from lightning_gpu_tools.training.stall_facts import Call, GroupCalls, RankFacts
 

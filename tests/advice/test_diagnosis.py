@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import a_block, cpu_run, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import MIN_CEILING
-from lightning_gpu_tools.advice.idle_time import idle_share, lost_share, without_warm_up
+from lightning_gpu_tools.advice.lost_time import idle_share, lost_share, without_warm_up
 from lightning_gpu_tools.training.run_measurements import (
     LoaderSettings,
     RunMeasurements,

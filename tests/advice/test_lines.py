@@ -10,8 +10,8 @@ import pytest
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import LOADER, STEP, WAITS, cpu_run
-from lightning_gpu_tools.advice.findings import FIND_FUNCTION
-from lightning_gpu_tools.advice.lines import top_line_sentence, top_source_lines
+from lightning_gpu_tools.advice.findings import top_line_sentence, top_source_lines
+from lightning_gpu_tools.advice.lost_time import FIND_FUNCTION
 from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import SourceLine
 

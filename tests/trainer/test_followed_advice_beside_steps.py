@@ -26,7 +26,7 @@ from lightning_gpu_tools import (
 )
 from lightning_gpu_tools.advice.causes import TIME_CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.memory_errors import early_warnings
+from lightning_gpu_tools.advice.verdict import early_warnings
 from lightning_gpu_tools.memory.readings import MemoryGrowth
 from lightning_gpu_tools.types import Report
 

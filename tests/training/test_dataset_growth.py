@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from trainings import Model, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor
-from lightning_gpu_tools.advice.memory_errors import early_warnings
+from lightning_gpu_tools.advice.verdict import early_warnings
 from lightning_gpu_tools.memory import history
 from lightning_gpu_tools.training import dataset as of_datasets
 from lightning_gpu_tools.training.dataset import DatasetGrowth

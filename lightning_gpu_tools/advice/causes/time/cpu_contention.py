@@ -12,9 +12,8 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause, Variant
 from lightning_gpu_tools.advice.examples import contended
-from lightning_gpu_tools.advice.findings import Evidence, Finding, lost_time
-from lightning_gpu_tools.advice.host_phases import longest_group
-from lightning_gpu_tools.advice.idle_time import idle_share
+from lightning_gpu_tools.advice.findings import Evidence, Finding
+from lightning_gpu_tools.advice.lost_time import idle_share, longest_group, lost_time
 from lightning_gpu_tools.training.phases import PAUSES, RANK_WAIT
 from lightning_gpu_tools.training.run_measurements import MANY_THREADS, CoreFacts, LoadingFacts, RunMeasurements
 from lightning_gpu_tools.units import format_duration, plural, printable

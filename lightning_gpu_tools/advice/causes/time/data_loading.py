@@ -17,18 +17,20 @@ from lightning_gpu_tools.advice.examples import STEP, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import (
     MIN_CEILING,
     MIN_CEILING_LOWER,
+    MIN_SAMPLES,
     Evidence,
     Finding,
     as_times,
     evidence_of_storage,
+    is_of_program,
     known,
-    lost_time,
     may_be_remote,
     median_interval,
+    seen_in,
     storage_sentence,
+    top_line_sentence,
+    top_source_lines,
 )
-from lightning_gpu_tools.advice.idle_time import exposed_share, idle_share, without_warm_up
-from lightning_gpu_tools.advice.lines import MIN_SAMPLES, is_of_program, seen_in, top_line_sentence, top_source_lines
 from lightning_gpu_tools.advice.loader_plan import (
     BETWEEN_RUNS,
     BY_THE_FINDER,
@@ -41,6 +43,7 @@ from lightning_gpu_tools.advice.loader_plan import (
     settings_line,
     with_range,
 )
+from lightning_gpu_tools.advice.lost_time import exposed_share, idle_share, lost_time, without_warm_up
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched, workers_allowed
 from lightning_gpu_tools.training.phases import IN_WORKER, PAUSES
 from lightning_gpu_tools.training.run_measurements import (

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
-from lightning_gpu_tools.advice.findings import Finding, lost_time
-from lightning_gpu_tools.advice.idle_time import (
+from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.lost_time import (
     caveat_of_larger_batch,
     idle_in_step,
     idle_in_step_share,
     is_tiny,
     larger_batch,
+    lost_time,
 )
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
 

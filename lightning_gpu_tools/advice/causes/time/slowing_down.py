@@ -13,14 +13,8 @@ from statistics import fmean, median
 
 from lightning_gpu_tools.advice.cause import Cause, Variant
 from lightning_gpu_tools.advice.examples import a_block, cpu_run
-from lightning_gpu_tools.advice.findings import (
-    Evidence,
-    Finding,
-    label_of,
-    lost_time,
-    median_interval,
-)
-from lightning_gpu_tools.advice.idle_time import exposed_share, idle_share
+from lightning_gpu_tools.advice.findings import Evidence, Finding, label_of, median_interval
+from lightning_gpu_tools.advice.lost_time import exposed_share, idle_share, lost_time
 from lightning_gpu_tools.training.phases import MONITORING, PAUSES, RANK_WAIT, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, StepBlock
 from lightning_gpu_tools.units import format_bytes

@@ -12,8 +12,8 @@ from statistics import fmean, median, median_low
 
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, ranks
-from lightning_gpu_tools.advice.findings import Evidence, Finding, lost_time
-from lightning_gpu_tools.advice.lines import top_line_sentence, top_source_lines
+from lightning_gpu_tools.advice.findings import Evidence, Finding, top_line_sentence, top_source_lines
+from lightning_gpu_tools.advice.lost_time import lost_time
 from lightning_gpu_tools.advice.ranks import PARTS_OF_STEP, own_work_s, slowest_rank, unknown_parts, waited_s
 from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, PHASES, TRAINING_STEP, base_phase

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import Cause, Variant
 from lightning_gpu_tools.advice.causes.time.epoch_start import MIN_EPOCHS
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
-from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Evidence, Finding, lost_time
-from lightning_gpu_tools.advice.host_phases import times_less
+from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Evidence, Finding
+from lightning_gpu_tools.advice.lost_time import lost_time, times_less
 from lightning_gpu_tools.advice.workers_allowed import workers_allowed
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
 from lightning_gpu_tools.units import plural

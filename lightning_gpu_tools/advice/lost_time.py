@@ -1,15 +1,28 @@
-"""How long the GPU was idle, in which phases, and why inside the step; and the active part of a busy GPU.
+"""How long the GPU was idle, in which phases, and why inside the step; and findings on that time.
 
 Pure. Shares are fractions of the wall time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import median
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, median
 from typing import NamedTuple
 
-from lightning_gpu_tools.advice.lines import MIN_SAMPLES
+from lightning_gpu_tools.advice.findings import (
+    MIN_CEILING,
+    MIN_SAMPLES,
+    Basis,
+    Finding,
+    ceiling,
+    known,
+    mean_interval,
+    top_line_sentence,
+    top_source_lines,
+)
 from lightning_gpu_tools.training.phases import (
     HOST_TO_DEVICE_COPY,
     IN_WORKER,
@@ -20,6 +33,7 @@ from lightning_gpu_tools.training.phases import (
     base_phase,
 )
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, SourceLine, StepBlock
+from lightning_gpu_tools.units import format_duration, printable
 
 BUSY_PERCENT = 80.0  # a GPU that runs a kernel for this much of the time looks well used
 MIN_SHARE = 0.05  # torch's TensorBoard plugin, for the DataLoader: a smaller share is not reported
@@ -36,6 +50,10 @@ _TINY_GPU_S = 0.0005  # less GPU work per step, is too small for a GPU: about a 
 _MIN_SYNCS_PER_STEP = 0.5  # rarer waits do not affect the steps in between
 _SLOW_LAUNCH_S = 100e-6  # per operation; 10 to 50 us are usual, including the Python code around it
 _NOT_IN_STEP = (HOST_TO_DEVICE_COPY, RANK_WAIT, *PAUSES)
+_REST_SHARE = 0.02  # our default: the share of the cause after the change in the advice
+FIND_FUNCTION = (
+    "Find the slow function: py-spy record --pid PID --duration 30, or python -m cProfile -s tottime SCRIPT."
+)
 
 
 def idle_share(run: RunMeasurements) -> float:
@@ -183,3 +201,127 @@ def larger_batch(run: RunMeasurements) -> str:
         return ""
     doubled = batch_size * 2 ** ((fits // batch_size).bit_length() - 1)
     return f"batch_size={doubled} (now {batch_size}; up to {fits} fit, based on measured memory)"
+
+
+def lost_time(
+    run: RunMeasurements,
+    share: float,
+    *,
+    begins: str,
+    advice: str,
+    evidence: Mapping[str, float | str | None],
+    phase: str | None = None,
+    per_step_s: float | None = None,
+    detail: str = "",
+    lines: Sequence[str] = (),
+    whose: str = "this time",
+    has_function: bool = False,
+    basis: Basis = "measured",
+    avoidable: float | None = None,
+    lower: float | None = None,
+) -> Finding:
+    """Return a finding on this share of the wall time.
+
+    ``begins`` is the beginning of the reason, before "...% of the wall time", and ``detail`` more numbers after it,
+    by default the seconds per step. ``lines`` are phases, or groups of them, whose source lines it reports; ``whose``
+    names their time, and ``has_function`` says to look for a function if no line is known. ``avoidable`` is the
+    removable part of the share, by default all, and ``lower`` its lower bound if it was sampled or may be due to
+    chance.
+    """
+    if per_step_s is not None:
+        evidence = {**evidence, "ms_per_step": 1e3 * per_step_s}
+        detail = detail or f"{format_duration(per_step_s)} per step"
+    if lines:
+        evidence = {**evidence, "source_lines": top_source_lines(run.lines, *lines)}
+    hint = top_line_sentence(run.lines, *lines, whose=whose) or (FIND_FUNCTION if has_function else "")
+    bound = ceiling(share if avoidable is None else avoidable)
+    # If the GPU's times contradict the driver's utilization, the share may be too large by the difference.
+    surely = (share if lower is None else lower) - idle_residual(run)
+    return Finding(
+        cause="",
+        share=share,
+        ceiling=bound,
+        ceiling_lower=min(bound, ceiling(surely)),
+        evidence=known({"phase": phase, **evidence}),
+        why=f"{begins} {100 * share:.0f}% of the wall time{detail and f' ({detail})'}.",
+        advice=f"{advice} {hint}".strip(),
+        basis=basis,
+    )
+
+
+def without_added_time(finding: Finding, slower: Finding) -> Finding:
+    """Return a finding without the time added by a slowdown, if both are about the same phase."""
+    phase = str(slower.evidence["phase"])
+    if finding.evidence.get("phase") not in (phase, base_phase(phase)):
+        return finding
+    share = max(0.0, finding.share - slower.share)
+    return replace(
+        finding,
+        share=share,
+        ceiling=min(finding.ceiling, ceiling(share)),
+        ceiling_lower=min(finding.ceiling_lower, ceiling(share)),
+        why=f"{finding.why} Excluding the time added by the slowdown, it is {100 * share:.0f}%.",
+    )
+
+
+class HostPhase(NamedTuple):
+    """A phase of a callback, a logger, ..., and its cost."""
+
+    phase: str  # as in phase_s
+    name: str  # of the callback, logger, ..., to print; that of the group if it has none
+    method: str  # "optimizer_step" of "LitModel.optimizer_step"; empty if it is not a method
+    share: float  # of the wall time; on a GPU, while it was idle
+    seconds: float
+    times: int  # how many times less often it must run for its cost to be negligible
+
+
+def phases_of(run: RunMeasurements, group: str) -> Iterator[HostPhase]:
+    """Yield the phases of a group that took time: ``"callback/EarlyStopping"``, ``"callback/ModelCheckpoint"``, ..."""
+    for phase, seconds in run.phase_s.items():
+        base, _, name = phase.partition("/")
+        if base == group:
+            share = min(lost_share(run, phase), idle_share(run))
+            method = name.partition(".")[2]
+            yield HostPhase(phase, printable(name or group), method, share, seconds, times_less(share))
+
+
+def lost_in(
+    run: RunMeasurements, part: HostPhase, *, begins: str, advice: str, evidence: Mapping[str, float | str | None] = {}
+) -> Finding:
+    """Return a finding on a phase that occurs now and then.
+
+    Up to three events may be chance: one in twenty runs would have none of them. So the part of the share that is not
+    due to chance comes from how it is spread over the run.
+    """
+    group, _, name = part.phase.partition("/")
+    seconds, repeated = [span.phase_s.get(group, 0.0) for span in run.spans], 1.0
+    # An interval takes milliseconds of the training thread, and a smaller finding is left out in any case.
+    if ceiling(part.share) >= MIN_CEILING and any(seconds):
+        lower, _ = mean_interval(seconds) or (fmean(seconds), 0.0)
+        repeated = min(1.0, lower / fmean(seconds))
+    return lost_time(
+        run,
+        part.share,
+        begins=begins,
+        advice=advice,
+        phase=part.phase,
+        per_step_s=part.seconds / run.steps,
+        evidence={"seconds": part.seconds, "name": name or None, **evidence},
+        lines=[part.phase],
+        lower=part.share * repeated,
+    )
+
+
+def longest_group(run: RunMeasurements, without: Sequence[str]) -> tuple[str, float]:
+    """Return the group of phases that takes most time, apart from some, and its seconds."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for phase, phase_s in run.phase_s.items():
+        if base_phase(phase) not in without:
+            seconds[base_phase(phase)] += phase_s
+    return max(seconds.items(), key=lambda item: item[1], default=("", 0.0))
+
+
+def times_less(share: float, rest: float = _REST_SHARE) -> int:
+    """Return how many times less often something must happen to take at most ``rest``: 2, 5, 10, ... to 1000."""
+    times = math.inf if share >= 1 else share / (1 - share) * (1 - rest) / rest
+    return next((steps for steps in (2, 5, 10, 20, 50, 100, 200, 500) if steps >= times), 1000)
