@@ -9,8 +9,6 @@ from lightning_gpu_tools import _on_first_use
 if TYPE_CHECKING:
     from lightning_gpu_tools.advice.findings import Diagnosis as Diagnosis
     from lightning_gpu_tools.advice.findings import Finding as Finding
-    from lightning_gpu_tools.advice.loader_plan import LoaderResult as LoaderResult
-    from lightning_gpu_tools.advice.loader_plan import LoaderTrial as LoaderTrial
     from lightning_gpu_tools.checkpoints.weights import LoadReport as LoadReport
     from lightning_gpu_tools.gpus.readings import GpuClaim as GpuClaim
     from lightning_gpu_tools.gpus.readings import GpuProcess as GpuProcess
@@ -19,7 +17,9 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.reports.report import Report as Report
     from lightning_gpu_tools.selection.picking import GpuSelection as GpuSelection
     from lightning_gpu_tools.trainer.watch import TrainingWatch as TrainingWatch
+    from lightning_gpu_tools.training.run_measurements import LoaderResult as LoaderResult
     from lightning_gpu_tools.training.run_measurements import LoaderSettings as LoaderSettings
+    from lightning_gpu_tools.training.run_measurements import LoaderTrial as LoaderTrial
 
 _MODULE_OF = {
     "Diagnosis": "advice.findings",
@@ -30,9 +30,9 @@ _MODULE_OF = {
     "GpuReading": "gpus.readings",
     "GpuSelection": "selection.picking",
     "LoadReport": "checkpoints.weights",
-    "LoaderResult": "advice.loader_plan",
+    "LoaderResult": "training.run_measurements",
     "LoaderSettings": "training.run_measurements",
-    "LoaderTrial": "advice.loader_plan",
+    "LoaderTrial": "training.run_measurements",
     "Report": "reports.report",
     "TrainingWatch": "trainer.watch",
 }

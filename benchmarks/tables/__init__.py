@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
-from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_account import MemoryAccount, OtherProcess
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.dry_run.result import DryRun
@@ -22,7 +21,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.timeline import Series
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.training.run_measurements import RankStep, SourceLine
+from lightning_gpu_tools.training.run_measurements import LoaderResult, RankStep, SourceLine
 
 from . import checkpoints, costs, fields, figures, gpus, loaders, on_hardware, projects, suites
 from .markdown import ROOT

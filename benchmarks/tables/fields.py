@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.causes import STALL_CAUSES
+from lightning_gpu_tools.advice.findings import Cause
 from lightning_gpu_tools.advice.memory_account import PARTS
 from lightning_gpu_tools.cli import parser
 from lightning_gpu_tools.gpus.metrics import LOGGED

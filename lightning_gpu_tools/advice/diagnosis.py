@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lightning_gpu_tools.advice.cause import Cause, is_known
 from lightning_gpu_tools.advice.causes import STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.findings import (
@@ -13,10 +12,11 @@ from lightning_gpu_tools.advice.findings import (
     MIN_SECONDS,
     MIN_STEPS,
     MIN_UTILIZATION_PERCENT,
+    Cause,
     Diagnosis,
     Finding,
+    is_known,
 )
-from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.lost_time import idle_by_phase, idle_in_step_share, without_added_time
 from lightning_gpu_tools.advice.verdict import (
     LeftOut,
@@ -43,7 +43,6 @@ _MAX_FINDINGS = 4  # our default: users with more to change start with these
 def diagnose(
     run: RunMeasurements,
     *,
-    searched: LoaderResult | None = None,
     out_of_memory: OutOfMemory | None = None,
     failure: Failure | None = None,
     min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
@@ -59,12 +58,12 @@ def diagnose(
     if run.on_gpu and run.utilization_percent is None:  # the driver's first sample may still be missing
         min_seconds = max(min_seconds, AT_END * MIN_SECONDS)
     if steady >= max(1, min_steps) and steady_s >= min_seconds:
-        judged, found, left_out = judge(run, *_find(run, TIME_CAUSES, searched), min_utilization_percent)
+        judged, found, left_out = judge(run, *_find(run, TIME_CAUSES), min_utilization_percent)
     else:
         judged, found, left_out = "too_short", [], []
         if run.steps >= min_steps and run.wall_s >= min_seconds:
             early = {name: cause for name, cause in TIME_CAUSES.items() if cause.is_judged_early(run)}
-            found, _ = _find(run, early, None)
+            found, _ = _find(run, early)
             judged = "low" if found else "too_short"
     verdict, findings = judged, sorted(found, key=by_gain)[:_MAX_FINDINGS]
     if verdict == "too_short":
@@ -99,9 +98,7 @@ def explain_stall(facts: StallFacts) -> Finding:
     return next(replace(found, cause=name) for name, cause in STALL_CAUSES.items() for found in cause.find(facts))
 
 
-def _find(
-    run: RunMeasurements, causes: dict[str, Cause[RunMeasurements]], searched: LoaderResult | None
-) -> tuple[list[Finding], list[LeftOut]]:
+def _find(run: RunMeasurements, causes: dict[str, Cause[RunMeasurements]]) -> tuple[list[Finding], list[LeftOut]]:
     """Return the findings worth reporting, and the others with the reasons why they need no change."""
     silencing: set[str] = set()
     reported: list[Finding] = []
@@ -109,10 +106,7 @@ def _find(
     for name, cause in causes.items():
         if not silencing.isdisjoint(cause.silenced_by) or not all(is_known(run, need) for need in cause.needs):
             continue
-        findings = cause.find(run)
-        if searched is not None and cause.find_searched is not None:
-            findings = cause.find_searched(run, searched)
-        for found in findings:
+        for found in cause.find(run):
             finding = replace(found, cause=name)
             if not cause.why_not(run, finding):
                 silencing.add(name)

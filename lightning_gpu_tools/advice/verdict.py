@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.findings import (
     MAX_UNNAMED,
@@ -14,6 +13,7 @@ from lightning_gpu_tools.advice.findings import (
     MIN_CEILING_LOWER,
     MIN_COST_S_PER_STEP,
     SHARED_GPU,
+    Cause,
     Evidence,
     Finding,
     Verdict,

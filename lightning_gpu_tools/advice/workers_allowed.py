@@ -23,26 +23,21 @@ CHANGES = (
 class WorkersAllowed(NamedTuple):
     """Whether a loader may have more workers, and how many."""
 
-    obstacles: tuple[tuple[str, str], ...] = ()  # why it may have none as it is, and what to change about that
-    most: int | None = None  # the highest number that is of use, once there are no obstacles; None: no limit
+    reasons: str = ""  # why it may have none as it is, and what to change about that, in sentences
+    most: int | None = None  # the highest number that is of use, once there are no reasons; None: no limit
     why_most: str = ""
-
-    @property
-    def reasons(self) -> str:
-        """The obstacles as sentences."""
-        return " ".join(f"{why[0].upper()}{why[1:]}. {first}" for why, first in self.obstacles)
 
 
 def workers_allowed(facts: LoaderFacts | None) -> WorkersAllowed:
     """Return whether a loader may have more workers. Without its facts, nothing is known against them."""
     if facts is None or not facts.is_torch:
         return WorkersAllowed()
-    obstacles = tuple(_obstacles(facts))
+    reasons = " ".join(f"{why[0].upper()}{why[1:]}. {first}" for why, first in _obstacles(facts))
     if not facts.is_iterable or facts.shards is None:
-        return WorkersAllowed(obstacles)
+        return WorkersAllowed(reasons)
     ranks = f" for {facts.ranks} ranks" if facts.ranks > 1 else ""
     why = f"a stream can use at most as many workers as shards, and {_code(facts.dataset)} has {facts.shards}{ranks}"
-    return WorkersAllowed(obstacles, max(1, facts.shards // facts.ranks), why)
+    return WorkersAllowed(reasons, max(1, facts.shards // facts.ranks), why)
 
 
 def _obstacles(facts: LoaderFacts) -> Iterator[tuple[str, str]]:
@@ -86,7 +81,7 @@ def why_not_searched(facts: LoaderFacts) -> str | None:
     if facts.keeps_position:
         return f"a {kind} keeps its position (state_dict), which new workers would lose"
     allowed = workers_allowed(facts)
-    if allowed.obstacles:
+    if allowed.reasons:
         return allowed.reasons[:1].lower() + allowed.reasons[1:].rstrip(".")
     if facts.is_iterable:
         most = "" if allowed.most is None else f", to at most {allowed.most}"

@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
+from lightning_gpu_tools.advice.findings import Cause
 from lightning_gpu_tools.units import wrapped
 
 SITE = "https://lightning-gpu-tools.github.io/lightning_gpu_tools"

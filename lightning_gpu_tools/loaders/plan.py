@@ -14,14 +14,13 @@ from lightning_gpu_tools.advice.loader_plan import (
     TOLERANCE,
     LoadCost,
     LoaderPlan,
-    LoaderTrial,
     combined,
     most_workers_in_shm,
     plan_loader,
     trial_of,
 )
 from lightning_gpu_tools.host import HostBudget
-from lightning_gpu_tools.training.run_measurements import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, LoaderTrial
 from lightning_gpu_tools.units import format_duration
 
 # Even a run of 120 steps must benefit from the search. The first steps are slower than the others.

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
-from lightning_gpu_tools.advice.cause import LOADER_SETTINGS
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, TIME_CAUSES
-from lightning_gpu_tools.advice.findings import label_of, mean_interval, median_interval
+from lightning_gpu_tools.advice.findings import LOADER_SETTINGS, label_of, mean_interval, median_interval
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.files import last_modified, matching
 from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report

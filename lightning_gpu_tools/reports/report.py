@@ -10,12 +10,11 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
-from lightning_gpu_tools.training.run_measurements import ACTIVITIES, RankStep, SourceLine
+from lightning_gpu_tools.training.run_measurements import ACTIVITIES, LoaderResult, RankStep, SourceLine
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 FILE_NAME = "gpu_report.json"

@@ -79,11 +79,11 @@ def conclude(session: Session, measured: RunMeasurements | None = None) -> Diagn
     if session.recorder is None or session.diagnosis is not None:
         return session.diagnosis
     measured = measured or session.recorder.measurements()
+    measured = dataclasses.replace(measured, searched=session.loader_result)
     if session.has_finished or session.ending.out_of_memory is not None:
         measured = dataclasses.replace(measured, growth=session.recorder.history.growth())
     diagnosis = diagnose(
         measured,
-        searched=session.loader_result,
         out_of_memory=session.ending.out_of_memory,
         failure=session.ending.failure,
         **session.thresholds,

@@ -13,7 +13,6 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.verdict import early_warnings
 from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
 from lightning_gpu_tools.host import oom_kills
@@ -29,6 +28,7 @@ from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.rank_exchange import Board
+from lightning_gpu_tools.training.run_measurements import LoaderResult
 from lightning_gpu_tools.training.step_clock import Startup, StepClock
 
 _trainings = itertools.count()  # in the same order on all ranks

@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_gpu_tools.advice.loader_plan import LoaderResult, combined
+from lightning_gpu_tools.advice.loader_plan import combined
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched
 from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.environment import is_disabled
@@ -30,7 +30,7 @@ from lightning_gpu_tools.trainer.facts import trains_on_gpu
 from lightning_gpu_tools.trainer.families import GuardedCallback, LightningModule, Trainer
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training.rank_exchange import Board
-from lightning_gpu_tools.training.run_measurements import DATA_LOADING, LoaderFacts, LoaderSettings
+from lightning_gpu_tools.training.run_measurements import DATA_LOADING, LoaderFacts, LoaderResult, LoaderSettings
 from lightning_gpu_tools.units import number_ranges, plural, printable
 
 # Our default: ranks reach a search at the same time, and trials end with the budget.

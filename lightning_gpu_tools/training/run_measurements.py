@@ -90,6 +90,49 @@ class LoaderSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderTrial:
+    """A trial of one set of settings: some batches, each followed by a step."""
+
+    settings: LoaderSettings
+    batch_s: float | None = None  # mean time from batch to batch, including the step
+    wait_s: float = 0.0  # mean part of batch_s spent waiting
+    start_s: float | None = None  # until the first batch arrived; None without workers
+    measured: bool = True  # False without workers, where batch_s needs no trial
+    failed: str | None = None  # the error, if the settings could not be tried
+
+    @property
+    def batches_per_s(self) -> float | None:
+        """The speed of loader and step together; ``None`` if not measured."""
+        return 1 / self.batch_s if self.batch_s else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderResult:
+    """The result of a search for the settings of a loader.
+
+    Attributes:
+        original: The original settings of the loader; ``None`` if it is not a torch DataLoader.
+        settings: The best settings: the original ones if nothing is better, or nothing may be changed.
+        reason: The reason for them, with numbers.
+        applied: Whether the best settings are in use.
+        confirmed: Whether they were as good in their first hundred steps; ``None`` if training ended too early.
+        trials: The trials, in order.
+        seconds: Duration of the search, during which training paused.
+        wait_share: Share of the time in which training waited for data, with ``settings`` if they were tried;
+            ``None`` if unknown.
+    """
+
+    original: LoaderSettings | None
+    settings: LoaderSettings | None
+    reason: str
+    applied: bool = False
+    confirmed: bool | None = None
+    trials: tuple[LoaderTrial, ...] = ()
+    seconds: float = 0.0
+    wait_share: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderFacts:
     """What decides whether a loader may get workers, as read without running its dataset."""
 
@@ -328,6 +371,7 @@ class RunMeasurements:
         1.0  # of the wait for data, if there are several loaders: this is the one waited for most
     )
     worker_cpu_s_per_batch: float | None = None
+    searched: LoaderResult | None = None  # of a search for its settings
     batch_bytes: int | None = None
     loading: LoadingFacts | None = None
     storage: Storage | None = None  # of the dataset

@@ -6,9 +6,9 @@ import pytest
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import GIB, NO_WORKERS, a_host, gpu_run
-from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, LoaderResult, LoaderTrial, plan_loader
+from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, plan_loader
 from lightning_gpu_tools.host import HostBudget
-from lightning_gpu_tools.training.run_measurements import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderResult, LoaderSettings, LoaderTrial
 
 
 def plan(
@@ -94,8 +94,8 @@ def searched(chosen: LoaderSettings, *tried: tuple[LoaderSettings, float]) -> Lo
 def test_measurements_of_a_search_replace_the_prediction(
     result: LoaderResult | None, kind: str, said: str, bound: float | None
 ) -> None:
-    run = gpu_run({"data_loading": 400.0, "training_step": 100.0}, 20.0, loader=NO_WORKERS)
-    finding = next(one for one in diagnose(run, searched=result).findings if one.cause == "data_loading")
+    run = gpu_run({"data_loading": 400.0, "training_step": 100.0}, 20.0, loader=NO_WORKERS, searched=result)
+    finding = next(one for one in diagnose(run).findings if one.cause == "data_loading")
     assert finding.evidence["kind"] == kind
     assert said in finding.advice
     assert ("NumWorkersFinder()" in finding.advice) == (result is None)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.examples import GIB, NO_WORKERS, a_host
-from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderTrial
+from lightning_gpu_tools.advice.loader_plan import LoadCost
 from lightning_gpu_tools.loaders.plan import (
     LoaderCase,
     Step,
@@ -22,6 +22,7 @@ from lightning_gpu_tools.loaders.plan import (
     why_no_search,
     why_slower,
 )
+from lightning_gpu_tools.training.run_measurements import LoaderTrial
 from lightning_gpu_tools.types import LoaderSettings
 
 HOST = a_host(8.0)

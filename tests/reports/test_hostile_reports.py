@@ -18,13 +18,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sample_report import REPORT
 
-from lightning_gpu_tools.advice.loader_plan import LoaderResult, LoaderTrial
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.comparison import earlier_report
 from lightning_gpu_tools.reports.report_file import SCHEMA_VERSION, ReportFile, from_json, load_report, to_json
-from lightning_gpu_tools.training.run_measurements import LoaderSettings, RankStep, SourceLine
+from lightning_gpu_tools.training.run_measurements import (
+    LoaderResult,
+    LoaderSettings,
+    LoaderTrial,
+    RankStep,
+    SourceLine,
+)
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.units import printable_path
 

@@ -13,13 +13,12 @@ import pytest
 from sample_report import REPORT, with_finding
 
 from lightning_gpu_tools.advice.examples import STEP, gpu_run
-from lightning_gpu_tools.advice.loader_plan import LoaderResult, LoaderTrial
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.advice.verdict import early_warnings
 from lightning_gpu_tools.memory.readings import MemoryGrowth
 from lightning_gpu_tools.reports.report_file import ReportFile, from_json, load_report, to_json
 from lightning_gpu_tools.reports.text import render_text
-from lightning_gpu_tools.training.run_measurements import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderResult, LoaderSettings, LoaderTrial
 
 
 def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.findings import Cause
 from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.stall_facts import StallFacts

@@ -11,9 +11,8 @@ import math
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.batch_size import bound_by_failure, largest_batch, split
-from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause
 from lightning_gpu_tools.advice.examples import FLAT, GIB, STEPS_OF_64, counted_steps, failed
-from lightning_gpu_tools.advice.findings import Finding, holding, new_finding
+from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Finding, holding, new_finding
 from lightning_gpu_tools.advice.out_of_memory import (
     MIN_SHARE,
     MemoryFacts,

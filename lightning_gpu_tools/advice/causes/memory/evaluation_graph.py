@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.causes.memory.memory_growth import kept_in_validation, left
 from lightning_gpu_tools.advice.examples import GROWING, failed
-from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, in_validation, room_bytes, taken_bytes
 from lightning_gpu_tools.training.phases import VALIDATION
 from lightning_gpu_tools.units import format_bytes

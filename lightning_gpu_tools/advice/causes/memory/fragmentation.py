@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause
 from lightning_gpu_tools.advice.examples import FLAT, GIB, MIB, failed
-from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Finding, new_finding
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, is_pool_of_driver, room_bytes
 from lightning_gpu_tools.units import format_bytes, printable
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.causes.memory.other_processes import left_over, named, others_are_the_cause
 from lightning_gpu_tools.advice.examples import FLAT, GIB, failed
-from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
 from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
 from lightning_gpu_tools.gpus.readings import GpuProcess
 

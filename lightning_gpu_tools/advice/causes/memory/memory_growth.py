@@ -10,9 +10,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import FLAT, GIB, GROWING, failed
-from lightning_gpu_tools.advice.findings import Finding, holding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Finding, holding, new_finding
 from lightning_gpu_tools.advice.out_of_memory import (
     MIN_SHARE,
     MemoryFacts,

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import FLAT, GIB, STEPS_OF_64, failed
-from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
 from lightning_gpu_tools.advice.out_of_memory import (
     MIN_SHARE,
     MemoryFacts,

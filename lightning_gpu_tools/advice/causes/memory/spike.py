@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause, Variant
 from lightning_gpu_tools.advice.examples import STEPS_OF_64, failed
-from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Finding, Variant, new_finding
 from lightning_gpu_tools.advice.out_of_memory import (
     MIN_SHARE,
     MemoryFacts,

@@ -10,9 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import FLAT, GIB, failed
-from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
 from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, needed_bytes
 from lightning_gpu_tools.training.run_measurements import HeldContext, RunMeasurements
 from lightning_gpu_tools.units import format_bytes, number_ranges

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.causes.memory.batch_too_large import has_fitted
 from lightning_gpu_tools.advice.examples import FLAT, failed
-from lightning_gpu_tools.advice.findings import Finding, holding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Finding, holding, new_finding
 from lightning_gpu_tools.advice.out_of_memory import (
     MemoryFacts,
     fewer_workers,

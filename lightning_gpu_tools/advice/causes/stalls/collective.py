@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import a_rank, a_stall
-from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
 from lightning_gpu_tools.advice.stalls import SAME_BATCHES, hanging_call
 from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.stall_facts import Call, StallFacts

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import a_rank, a_stall
-from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
 from lightning_gpu_tools.advice.stalls import SAME_BATCHES, hanging_call, name_ranks, phase_phrase
 from lightning_gpu_tools.training.phases import DATA_LOADING, FORWARD
 from lightning_gpu_tools.training.stall_facts import StallFacts

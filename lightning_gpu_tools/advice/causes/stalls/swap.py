@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import a_stall
-from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 _MIN_PERCENT = 20.0  # our default, of ten seconds in which every task waited for memory

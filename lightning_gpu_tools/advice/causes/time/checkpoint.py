@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
-from lightning_gpu_tools.advice.findings import Finding, evidence_of_storage, storage_sentence
+from lightning_gpu_tools.advice.findings import Cause, Finding, evidence_of_storage, storage_sentence
 from lightning_gpu_tools.advice.lost_time import lost_in, phases_of
 from lightning_gpu_tools.training.phases import CHECKPOINT
 from lightning_gpu_tools.training.run_measurements import RunMeasurements

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause, Variant
 from lightning_gpu_tools.advice.examples import contended
-from lightning_gpu_tools.advice.findings import Evidence, Finding
+from lightning_gpu_tools.advice.findings import Cause, Evidence, Finding, Variant
 from lightning_gpu_tools.advice.lost_time import idle_share, longest_group, lost_time
 from lightning_gpu_tools.training.phases import PAUSES, RANK_WAIT
 from lightning_gpu_tools.training.run_measurements import MANY_THREADS, CoreFacts, LoadingFacts, RunMeasurements
@@ -64,10 +63,10 @@ def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
     if cores.children is not None and (by_children >= _MIN_OTHERS or by_children >= max(by_others, _FEW_OTHERS)):
         children = f"child processes of this job ({printable(cores.children.name)}) use {cores.children.cores:.1f}"
         advice = f"Start fewer of them, or start them with nice -n 19, so that {run.activity} goes first."
-        return "own_children", f"{children} of {_cores(allowed)}", advice
-    own = f"this job has {threads:.1f} runnable threads on {_cores(allowed)}"
+        return "own_children", f"{children} of {in_cores(allowed)}", advice
+    own = f"this job has {threads:.1f} runnable threads on {in_cores(allowed)}"
     if by_others >= _MIN_OTHERS or (by_others >= _FEW_OTHERS and threads <= _FULL * allowed):
-        others = f"other programs keep {cores.others_cores:.1f} of {_cores(cores.affinity_cores)} busy"
+        others = f"other programs keep {cores.others_cores:.1f} of {in_cores(cores.affinity_cores)} busy"
         if cores.other is not None:
             others += f", {printable(cores.other.user)}'s {printable(cores.other.name)} {cores.other.cores:.1f} of them"
         # Threads of one operator wait for the slowest of them: of two on one free core, each waits for the other.
@@ -93,7 +92,7 @@ def one_thread_per_worker(run: RunMeasurements) -> str:
     each = "The worker" if workers == 1 else f"Each of the {workers} workers"
     calls = ("cv2.setNumThreads(0), " if seen.pool_library else "") + "torch.set_num_threads(1)"
     return (
-        f"{each} keeps {threads:.1f} threads runnable, on {_cores(run.host.cores)}. Limit libraries to one thread in "
+        f"{each} keeps {threads:.1f} threads runnable, on {in_cores(run.host.cores)}. Limit libraries to one thread in "
         f"worker_init_fn: {calls}, and for NumPy threadpoolctl.threadpool_limits(1)."
     )
 
@@ -116,7 +115,7 @@ def _fewer_threads(run: RunMeasurements, cores: CoreFacts, free_cores: float) ->
     return f"Use fewer threads: {', '.join(change)}." if change else ""
 
 
-def _cores(count: float) -> str:
+def in_cores(count: float) -> str:
     return f"{count:g} core{'s' * (count != 1)}"
 
 

@@ -8,18 +8,20 @@ batches that are ready early or late, and from CPU times.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from statistics import median
 
-from lightning_gpu_tools.advice.cause import LOADER_SETTINGS, Cause, Variant
-from lightning_gpu_tools.advice.causes.time.cpu_contention import one_thread_per_worker
+from lightning_gpu_tools.advice.causes.time.cpu_contention import in_cores, one_thread_per_worker
 from lightning_gpu_tools.advice.examples import STEP, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import (
+    LOADER_SETTINGS,
     MIN_CEILING,
     MIN_CEILING_LOWER,
     MIN_SAMPLES,
+    Cause,
     Evidence,
     Finding,
+    Variant,
     as_times,
     evidence_of_storage,
     is_of_program,
@@ -36,7 +38,6 @@ from lightning_gpu_tools.advice.loader_plan import (
     BY_THE_FINDER,
     LoadCost,
     LoaderPlan,
-    LoaderResult,
     as_searched,
     plan_loader,
     predict_step,
@@ -85,9 +86,13 @@ _MAX_SAMPLE_S = 50e-6
 _MIN_BATCH = 32  # samples
 _MAX_OWN = 0.20  # of the sampled lines: those of functions that the dataset calls
 _SAMPLERS = ("RandomSampler", "SequentialSampler")
+_UNPACK_LESS = (
+    "The limit is unpacking what the workers send; more workers will not help. Return a few large tensors, not many "
+    "small ones or Python objects, and collate in the workers."
+)
 
 
-def find(run: RunMeasurements, searched: LoaderResult | None = None) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Iterator[Finding]:
     """Yield the wait for data, with predictions, or with the measurements of a search for settings."""
     blocks = without_warm_up(run.blocks)
     # Of the loader that training waits for most.
@@ -101,28 +106,25 @@ def find(run: RunMeasurements, searched: LoaderResult | None = None) -> Iterator
         return
     shares = [block.data_loading_s / block.steps / block.step_s for block in blocks if block.step_s > 0]
     lower, _ = median_interval(shares) or (min(shares), 1.0)
-    lower *= run.loader_wait_share
-    evidence: Evidence = {
-        "wait_ms_per_step": wait_s * 1e3,
-        "step_ms": step_s * 1e3,
-        "cores": run.host.cores,
-        "exposed_percent": None if run.gpu_idle is None else 100 * exposed_share(run, DATA_LOADING),
-        "loader": None if run.loader_now is None else run.loader_now.name or None,
-    }
     found = lost_time(
         run,
         share,
         begins="Waiting for data takes",
         advice=_of_another_loader(run),
         phase=DATA_LOADING,
-        evidence=evidence,
+        evidence={
+            "wait_ms_per_step": wait_s * 1e3,
+            "cores": run.host.cores,
+            "exposed_percent": None if run.gpu_idle is None else 100 * exposed_share(run, DATA_LOADING),
+            "loader": None if run.loader_now is None else run.loader_now.name or None,
+        },
         detail=f"{format_duration(wait_s)} of {format_duration(step_s)} per steady step",
-        lower=min(lower * scale, share),
+        lower=min(lower * run.loader_wait_share * scale, share),
     )
     if run.loader is not None:
-        found = _of_torch_loader(found, run, run.loader, run.loading or LoadingFacts(), wait_s, step_s)
-    if searched is not None:
-        found = as_searched(found, searched)
+        found = _of_torch_loader(found, run, run.loader, wait_s, step_s)
+    if run.searched is not None:
+        found = as_searched(found, run.searched)
     phase = IN_WORKER if found.evidence.get("num_workers") else DATA_LOADING
     lines = top_source_lines(run.lines, phase)
     if lines is not None and (phase == DATA_LOADING or found.evidence["kind"] != "main_process"):
@@ -164,8 +166,10 @@ def _name(facts: LoaderFacts | None) -> str:
 
 
 def _of_torch_loader(
-    found: Finding, run: RunMeasurements, loader: LoaderSettings, seen: LoadingFacts, wait_s: float, step_s: float
+    found: Finding, run: RunMeasurements, loader: LoaderSettings, wait_s: float, step_s: float
 ) -> Finding:
+    """Return the finding with the kind, the advice, and the predicted speedup."""
+    seen = run.loading or LoadingFacts()
     # While training waits, the loader delivers all it can: its workers together deliver one batch per step.
     wall_s, cpu_s, delayed = loader.num_workers * step_s, run.worker_cpu_s_per_batch, seen.delayed_share or 0.0
     if not loader.num_workers:
@@ -180,10 +184,9 @@ def _of_torch_loader(
     busy_s = sum(block.cpu_s for block in run.blocks)
     working_s = sum(block.wall_s - block.data_loading_s for block in run.blocks)
     step_cores = busy_s / working_s if busy_s > 0 and working_s > 0 else 1.0
-    step_cpu_s = min(step_cores, run.host.cores) * own_s
-    most = workers_allowed(run.loader_began).most
+    allowed = workers_allowed(run.loader_began)
     plan = plan_loader(
-        loader, cost, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=step_cores, most_workers=most
+        loader, cost, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=step_cores, most_workers=allowed.most
     )
     tried = max(plan.settings.num_workers, loader.num_workers + 1)
     after = predict_step(loader, cost, tried, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=step_cores)
@@ -194,145 +197,123 @@ def _of_torch_loader(
         lower, expected, upper = (min(1.0, share) for share in (lower, expected, upper))
     if upper >= MIN_CEILING_LOWER:
         lower, upper = lower / (1 + BETWEEN_RUNS), upper * (1 + BETWEEN_RUNS)
-    speedup = (lower, expected, upper)
     computing = 1.0 if cpu_s is None or cpu_s >= wall_s else cpu_s / wall_s
-    host = run.host
-    cores = f"{host.cores:g} core{'s' if host.cores > 1 else ''}"
-    if host.cores_in_reach is not None and host.cores_in_reach < 0.9 * host.cores:
-        cores += f" ({host.cores_in_reach:.2g} free of other jobs)"
-    if host.local_ranks > 1:
-        cores += f" for {host.local_ranks} ranks"
-    cpu_times = (
-        f"a batch takes {format_duration(cpu_s or 0.0)} of CPU time, a step {format_duration(step_cpu_s)}, and this "
-        f"job has {cores}"
-    )
+    evidence: Evidence = {
+        "num_workers": loader.num_workers,
+        "load_ms_per_batch": wall_s * 1e3,
+        "load_cpu_ms_per_batch": None if cpu_s is None else cpu_s * 1e3,
+        "workers_runnable_threads": seen.runnable_threads,
+        **evidence_of_storage(run.storage),
+    }
+    found = replace(found, evidence={**found.evidence, **known(evidence)})
     at_once = _fetched_at_once(run, loader, min(cpu_s or 0.0, wall_s), computes=computing >= _COMPUTING)
     if at_once is not None:
-        kind, advice = "cpu_bound", at_once
-    else:
-        kind, advice = _shortage(run, loader, seen, plan, computing, tried, speedup, cpu_times)
-    evidence: Evidence = {
-        "kind": kind,
-        "num_workers": loader.num_workers,
-        "num_workers_needed": plan.workers_needed,
-        "load_ms_per_batch": wall_s * 1e3,
-        "step_cpu_ms": step_cpu_s * 1e3,
-        "load_cpu_ms_per_batch": None if cpu_s is None else cpu_s * 1e3,
-    }
-    for name, value in asdict(seen).items():
-        is_share = value is not None and name.endswith("_share")
-        shown = f"workers_{name}" if name in ("runnable_share", "delayed_share", "runnable_threads") else name
-        evidence[shown.replace("_share", "_percent")] = 100 * value if is_share else value
-    evidence |= evidence_of_storage(run.storage)
-    found = replace(found, advice=advice, evidence={**found.evidence, **known(evidence)})
-    if at_once is not None:
-        return found
+        return replace(found, advice=at_once, evidence={**found.evidence, "kind": "cpu_bound"})
+    host, step_cpu_s = run.host, min(step_cores, run.host.cores) * own_s
+    ranks = f" for {host.local_ranks} ranks" if host.local_ranks > 1 else ""
+    cpu_limit = (
+        f"the CPU is the limit: a batch takes {format_duration(cpu_s or 0.0)} of CPU time, a step "
+        f"{format_duration(step_cpu_s)}, and this job has {in_cores(host.cores)}{ranks}"
+    )
+    search = _search(run)
+    may_help = ""  # more workers
+    if upper >= MIN_CEILING_LOWER and not allowed.reasons and tried <= (allowed.most or tried):
+        may_help = f" Speedup with num_workers={tried}: {as_times(lower)} to {as_times(upper)}"
+        may_help += f"; {search} measures it." if search else "."
+    is_certain = expected >= MIN_CEILING and lower > MIN_CEILING_LOWER
+    kind, advice = _shortage(run, loader, plan, computing, cpu_limit, may_help, is_certain=is_certain)
     # Other advice may end the whole wait.
-    is_advised = kind == "too_few_workers" and plan.settings.num_workers > loader.num_workers
-    is_advised = is_advised and not workers_allowed(run.loader_began).obstacles
-    return with_range(found, tried, *speedup, is_advised=is_advised)
+    is_advised = kind == "too_few_workers" and plan.settings.num_workers > loader.num_workers and not allowed.reasons
+    found = replace(found, advice=advice, evidence={**found.evidence, "kind": kind})
+    return with_range(found, tried, lower, expected, upper, is_advised=is_advised)
 
 
 def _shortage(
     run: RunMeasurements,
     now: LoaderSettings,
-    seen: LoadingFacts,
     plan: LoaderPlan,
     computing: float,
-    tried: int,
-    speedup: tuple[float, float, float],
-    cpu_times: str,
+    cpu_limit: str,
+    may_help: str,
+    *,
+    is_certain: bool,
 ) -> tuple[str, str]:
     """Return the kind and the advice.
 
-    ``computing`` is the share of loading that is CPU time, and ``speedup`` the prediction for ``tried`` workers.
+    ``computing`` is the share of loading that is CPU time, ``may_help`` what more workers may gain if the CPU is the
+    limit, and ``is_certain`` whether the planned ones help.
     """
-    waiting_s = sum(block.data_loading_s for block in run.blocks)
-    computing_s = sum(block.data_loading_cpu_s for block in run.blocks)
-    is_unpacking = now.num_workers > 0 and computing_s > _UNPACKING * waiting_s
-    out_of_order = (seen.ready_out_of_order_share or 0.0) if seen.long_waits >= _MIN_LONG_WAITS else 0.0
-    early_bytes, late_bytes = seen.early_storage_bytes_per_batch or 0.0, seen.late_storage_bytes_per_batch or 0.0
-    allowed, search = workers_allowed(run.loader_began), _search(run)
-    lower, expected, upper = speedup
-    no_workers = now.num_workers == plan.settings.num_workers == 0
-    is_certain = expected >= MIN_CEILING and lower > MIN_CEILING_LOWER
+    seen, allowed, search = run.loading or LoadingFacts(), workers_allowed(run.loader_began), _search(run)
+    planned = plan.settings.num_workers
     name = _name(run.loader_now)
     settings = settings_line(now, plan.settings) + (f" for the loader{name}" if name else "")
-    in_memory = run.storage is not None and run.storage.is_memory
-    waits, third = [block.data_loading_s / block.steps for block in run.blocks], len(run.blocks) // 3
-    waits_less = len(waits) >= _MIN_COLD_BLOCKS and median(waits[-third:]) <= _COLD_WAIT * median(waits[:third])
-    if plan.settings.num_workers > run.host.cores:
+    if planned > run.host.cores:
         waiting = f"{100 * (1 - computing):.0f}% of the time"
         settings += f". Ignore torch's warning about too many workers: they wait {waiting}"
+    out_of_order = (seen.ready_out_of_order_share or 0.0) if seen.long_waits >= _MIN_LONG_WAITS else 0.0
     if now.num_workers > 1 and out_of_order >= _READY_OUT_OF_ORDER:
-        kind = "slow_worker"
-        advice = (
+        return "slow_worker", (
             f"Some batches delay the others: when a late one arrives, {100 * out_of_order:.0f}% of the batches "
             "prefetched by other workers are ready. Find the slow samples, or the slow worker. To bridge the gaps, set "
             f"prefetch_factor={2 * (now.prefetch_factor or 2)} (now {now.prefetch_factor}), or in_order=False, which "
             "changes the order of batches."
         )
-    elif not in_memory and early_bytes >= max(_MIN_STORAGE_BYTES, _COLD_READS * late_bytes) and waits_less:
-        kind = "cold_cache"
-        advice = (
+    in_memory = run.storage is not None and run.storage.is_memory
+    if not in_memory and (early_bytes := _read_when_cold(run, seen)):
+        copy = " For the first one, copy the data to a local disk." if may_be_remote(run.storage) else ""
+        return "cold_cache", (
             f"Early batches read {format_bytes(early_bytes)} each from storage, later ones from the page cache."
-            f"{storage_sentence(run.storage)} Later epochs need no change."
-            f"{' For the first one, copy the data to a local disk.' if may_be_remote(run.storage) else ''}"
+            f"{storage_sentence(run.storage)} Later epochs need no change.{copy}"
         )
-    elif not in_memory and computing < _COMPUTING and (seen.storage_wait_share or 0.0) > _STORAGE_WAIT:
-        kind = "io_bound"
+    if not in_memory and computing < _COMPUTING and (seen.storage_wait_share or 0.0) > _STORAGE_WAIT:
         changes = "pack small files into large ones, or keep decoded samples in memory"
         changes = f"Copy the data to a local disk, {changes}" if may_be_remote(run.storage) else changes.capitalize()
         advice = (
             f"The workers were waiting for storage in {100 * (seen.storage_wait_share or 0.0):.0f}% of the polls."
             f"{storage_sentence(run.storage)} {changes}."
         )
-        if plan.settings.num_workers > now.num_workers:
-            more = f"{allowed.reasons} Then more" if allowed.obstacles else "More"
+        if planned > now.num_workers:
+            more = f"{allowed.reasons} Then more" if allowed.reasons else "More"
             advice += f" {more} workers help if the storage serves them in parallel: {settings}."
             advice += f" {search} measures it." if search else ""
-    elif not is_unpacking and (one_thread := one_thread_per_worker(run)):
-        kind, advice = "cpu_bound", one_thread
-    elif not is_unpacking and (
-        _has_no_free_core(seen) or (plan.limited_by == "cores" and not is_certain) or no_workers
-    ):
-        kind = "cpu_bound"
-        no_help = f"More workers will not help, because the CPU is the limit: {cpu_times}"
-        may_help = (
-            f"The CPU is the limit: {cpu_times}. Speedup with num_workers={tried}: {as_times(lower)} to "
-            f"{as_times(upper)}{f'; {search} measures it' if search else ''}"
+        return "io_bound", advice
+    waiting_s = sum(block.data_loading_s for block in run.blocks)
+    if now.num_workers and sum(block.data_loading_cpu_s for block in run.blocks) > _UNPACKING * waiting_s:
+        return "main_process", _UNPACK_LESS
+    if one_thread := one_thread_per_worker(run):
+        return "cpu_bound", one_thread
+    if _has_no_free_core(seen) or (plan.limited_by == "cores" and not is_certain) or now.num_workers == planned == 0:
+        limit = f"{cpu_limit[0].upper()}{cpu_limit[1:]}.{may_help}"
+        if not may_help and not allowed.reasons:
+            limit = f"More workers will not help, because {cpu_limit}."
+        return "cpu_bound", (
+            f"{limit} Do less work per sample: cache what is computed each time (decoding, tokenizing), store smaller "
+            "samples, or get more cores."
         )
-        if allowed.obstacles or (allowed.most is not None and tried > allowed.most):
-            may_help = f"The CPU is the limit: {cpu_times}"
-        advice = (
-            f"{no_help if upper < MIN_CEILING_LOWER else may_help}. Do less work per sample: cache what is computed "
-            "each time (decoding, tokenizing), store smaller samples, or get more cores."
-        )
-    elif not is_unpacking and (plan.settings.num_workers > now.num_workers or plan.limited_by in ("shm", "shards")):
-        kind = "too_few_workers"
-        needs = (
-            f"{run.activity.capitalize()} needs {plural(plan.workers_needed, 'worker')} (now {now.num_workers}), but"
-        )
-        limits = {
-            "cores": f"Beyond that, the CPU is the limit: {cpu_times}.",
-            "shm": f"{needs} /dev/shm is too small for their batches. Enlarge it: docker run --shm-size=..., or "
-            "--ipc=host.",
-            "shards": f"{needs} {allowed.why_most}. Store the data in more shards.",
-        }
-        sentences = [limits.get(plan.limited_by or "", "")]
-        if plan.settings.num_workers > now.num_workers:
-            found = BY_THE_FINDER if search == _FINDER else f"{search} finds them."
-            sentences = [f"Set {settings}.", found if search else "", *sentences]
-        if allowed.obstacles:
-            sentences = [allowed.reasons, f"Then set {settings}."]
-        advice = " ".join(filter(None, sentences))
-    else:
-        kind = "main_process"
-        advice = (
-            "The limit is unpacking what the workers send; more workers will not help. Return a "
-            "few large tensors, not many small ones or Python objects, and collate in the workers."
-        )
-    return kind, advice
+    if planned <= now.num_workers and plan.limited_by not in ("shm", "shards"):
+        return "main_process", _UNPACK_LESS
+    if allowed.reasons:
+        return "too_few_workers", f"{allowed.reasons} Then set {settings}."
+    needs = f"{run.activity.capitalize()} needs {plural(plan.workers_needed, 'worker')} (now {now.num_workers}), but"
+    limits = {
+        "cores": f"Beyond that, {cpu_limit}.",
+        "shm": f"{needs} /dev/shm is too small for their batches. Enlarge it: docker run --shm-size=..., or "
+        "--ipc=host.",
+        "shards": f"{needs} {allowed.why_most}. Store the data in more shards.",
+    }
+    sentences = [limits.get(plan.limited_by or "", "")]
+    if planned > now.num_workers:
+        found = BY_THE_FINDER if search == _FINDER else f"{search} finds them."
+        sentences = [f"Set {settings}.", found if search else "", *sentences]
+    return "too_few_workers", " ".join(filter(None, sentences))
+
+
+def _read_when_cold(run: RunMeasurements, seen: LoadingFacts) -> float:
+    """Return the bytes that each early batch read from storage, if later ones were cached; 0 otherwise."""
+    early_bytes, late_bytes = seen.early_storage_bytes_per_batch or 0.0, seen.late_storage_bytes_per_batch or 0.0
+    waits, third = [block.data_loading_s / block.steps for block in run.blocks], len(run.blocks) // 3
+    waits_less = len(waits) >= _MIN_COLD_BLOCKS and median(waits[-third:]) <= _COLD_WAIT * median(waits[:third])
+    return early_bytes if waits_less and early_bytes >= max(_MIN_STORAGE_BYTES, _COLD_READS * late_bytes) else 0.0
 
 
 def _fetched_at_once(run: RunMeasurements, loader: LoaderSettings, cpu_s: float, *, computes: bool) -> str | None:
@@ -433,7 +414,6 @@ CAUSE = Cause(
     ],
     find=find,
     why_not=why_not,
-    find_searched=find,
     settings=LOADER_SETTINGS,
     explains=(DATA_LOADING,),
     verified_on="cpu",

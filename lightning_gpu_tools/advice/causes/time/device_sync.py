@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
-from lightning_gpu_tools.advice.findings import Evidence, Finding, in_words
+from lightning_gpu_tools.advice.findings import Cause, Evidence, Finding, in_words
 from lightning_gpu_tools.advice.lost_time import MIN_SHARE, idle_in_step, lost_time, syncs_in_step
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import COPIES, gpu_run, sampled_idle
-from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.findings import Cause, Finding
 from lightning_gpu_tools.advice.lost_time import MIN_SHARE, idle_share, lost_in, lost_share, lost_time, phases_of
 from lightning_gpu_tools.training.phases import HOST_TO_DEVICE_COPY
 from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements

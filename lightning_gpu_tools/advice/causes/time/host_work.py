@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
-from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.findings import Cause, Finding
 from lightning_gpu_tools.advice.lost_time import idle_in_step, is_tiny, lost_time
 from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements, SourceLine

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
-from lightning_gpu_tools.advice.findings import Finding, in_words, is_of_program
+from lightning_gpu_tools.advice.findings import Cause, Finding, in_words, is_of_program
 from lightning_gpu_tools.advice.lost_time import idle_share, lost_time
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, Recompiled, RunMeasurements
 from lightning_gpu_tools.units import plural, printable

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import GIB, WAITS, gpu_run
-from lightning_gpu_tools.advice.findings import Finding, ceiling, known
+from lightning_gpu_tools.advice.findings import Cause, Finding, ceiling, known
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes

@@ -13,9 +13,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import cpu_run
-from lightning_gpu_tools.advice.findings import Evidence, Finding, label_of
+from lightning_gpu_tools.advice.findings import Cause, Evidence, Finding, label_of
 from lightning_gpu_tools.advice.lost_time import exposed_share, idle_in_step_share, idle_share, lost_time
 from lightning_gpu_tools.training.phases import DATA_LOADING, TRAINER, TRAINING_STEP, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps, StepTimes

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, median
 
-from lightning_gpu_tools.advice.cause import Cause, Variant
 from lightning_gpu_tools.advice.examples import a_block, cpu_run
-from lightning_gpu_tools.advice.findings import Evidence, Finding, label_of, median_interval
+from lightning_gpu_tools.advice.findings import Cause, Evidence, Finding, Variant, label_of, median_interval
 from lightning_gpu_tools.advice.lost_time import exposed_share, idle_share, lost_time
 from lightning_gpu_tools.training.phases import MONITORING, PAUSES, RANK_WAIT, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, StepBlock

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper
-from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.findings import Cause, Finding
 from lightning_gpu_tools.advice.lost_time import caveat_of_larger_batch, few_active_sms, larger_batch, lost_time
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
 

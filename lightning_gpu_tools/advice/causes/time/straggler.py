@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median, median_low
 
-from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, ranks
-from lightning_gpu_tools.advice.findings import Evidence, Finding, top_line_sentence, top_source_lines
+from lightning_gpu_tools.advice.findings import Cause, Evidence, Finding, top_line_sentence, top_source_lines
 from lightning_gpu_tools.advice.lost_time import lost_time
 from lightning_gpu_tools.advice.ranks import PARTS_OF_STEP, own_work_s, slowest_rank, unknown_parts, waited_s
 from lightning_gpu_tools.gpus.readings import not_none

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning_gpu_tools.advice.cause import Cause, Variant
 from lightning_gpu_tools.advice.examples import STEP, cpu_run, gpu_run
-from lightning_gpu_tools.advice.findings import MAX_UNNAMED, Finding
+from lightning_gpu_tools.advice.findings import MAX_UNNAMED, Cause, Finding, Variant
 from lightning_gpu_tools.advice.lost_time import idle_share, lost_share, lost_time
 from lightning_gpu_tools.training.phases import OUTSIDE_LOOP, TRAINER, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause, Variant
 from lightning_gpu_tools.advice.causes.time.epoch_start import MIN_EPOCHS
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
-from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Evidence, Finding
+from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Cause, Evidence, Finding, Variant
 from lightning_gpu_tools.advice.lost_time import lost_time, times_less
 from lightning_gpu_tools.advice.workers_allowed import workers_allowed
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
@@ -36,8 +35,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "seconds": seconds,
         "wall_percent": 100 * taken,
         "gpu_busy_percent": busy,
-        "starting_percent": 100 * started,
-        "waiting_percent": 100 * waited,
     }
     loaders = run.validation_loaders
     restarted = [
@@ -51,12 +48,11 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
             f"Keep the workers of {which}: DataLoader(..., num_workers={most}, persistent_workers=True) "
             f"(now {most}, False)."
         )
-        changes = [keep, _less(run, rest) if rest >= MAX_USUAL else ""]
+        advice = f"{keep} {_less(run, rest)}" if rest >= MAX_USUAL else keep
     elif loaders and not any(settings.num_workers for settings in loaders) and waited >= _MIN_LOADER_SHARE:
-        changes = [_workers(run, waited), _less(run, taken)]
+        advice = f"{_workers(run, waited)} {_less(run, taken)}"
     else:
-        changes = [_less(run, taken)]
-    advice = " ".join(filter(None, changes))
+        advice = _less(run, taken)
     yield lost_time(
         run,
         taken * (1 - (busy or 0.0) / 100),
@@ -85,8 +81,8 @@ def _workers(run: RunMeasurements, waited: float) -> str:
     allowed = [workers_allowed(facts) for facts in run.validation_facts]
     most = [cores, *(answer.most for answer in allowed if answer.most is not None)]
     workers = min(*most, math.ceil(waited / max(1 - waited, 1 / cores)))
-    obstacles = " ".join(dict.fromkeys(answer.reasons for answer in allowed if answer.obstacles))
-    first = f"{obstacles} Then set" if obstacles else "Set"
+    reasons = " ".join(dict.fromkeys(answer.reasons for answer in allowed if answer.reasons))
+    first = f"{reasons} Then set" if reasons else "Set"
     return (
         f"Validation spends {100 * waited:.0f}% of its time waiting for its loader. {first} DataLoader(..., "
         f"num_workers={workers}, persistent_workers=True) for the validation loader (now 0, False)."
@@ -105,7 +101,7 @@ def _less(run: RunMeasurements, taken: float) -> str:
     if run.validations and run.epoch_steps:
         steps, epochs = round(run.steps / run.validations), min(times, _MAX_EPOCHS_APART)
         if steps < run.epoch_steps:  # within epochs
-            rarely = f"val_check_interval={times * steps if times * steps < run.epoch_steps else '1.0'}"
+            rarely = f"val_check_interval={min(times * steps, run.epoch_steps)}"
         elif run.epochs >= 2 * epochs:
             rarely = f"check_val_every_n_epoch={epochs}"
     if not rarely:
