@@ -30,10 +30,7 @@ from lightning_gpu_tools.advice.verdict import (
     why_of,
 )
 from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
-from lightning_gpu_tools.training.phases import (
-    DATA_LOADING,
-    TRAINING_STEP,
-)
+from lightning_gpu_tools.training.phases import DATA_LOADING, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
@@ -110,13 +107,15 @@ def _find(run: RunMeasurements, causes: dict[str, Cause[RunMeasurements]]) -> tu
             finding = replace(found, cause=name)
             if not cause.why_not(run, finding):
                 silencing.add(name)
+            explained = {causes[earlier.cause].explains for earlier in reported}
             for earlier in reported:
+                explained.add(str(earlier.evidence.get("phase")))
                 if causes[earlier.cause].takes_over:
                     finding = without_added_time(finding, earlier)
-            reason = why_not(run, cause, finding)
-            if reason:
+            phase = str(finding.evidence.get("phase"))
+            if reason := why_not(run, cause, finding):
                 left_out.append((finding, reason))
-            elif not cause.is_explained_by(finding, [(causes[earlier.cause], earlier) for earlier in reported]):
+            elif not cause.leaves_explained or explained.isdisjoint((phase, base_phase(phase))):
                 reported.append(finding)
     return reported, left_out
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from statistics import fmean
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.training.dataset import Storage
@@ -112,9 +112,8 @@ class Cause(Generic[Facts]):
     # Returns why a finding needs no change, to follow "... takes 38% of the wall time, but"; empty if it does.
     why_not: Callable[[Facts, Finding], str] = lambda facts, finding: ""
     silenced_by: Sequence[str] = ()  # causes: if one of them finds anything, however little, this one is not judged
-    explains: Sequence[str] = ()  # groups of phases whose slow steps its findings explain
-    # Returns whether a finding is explained by those before it, each with its cause.
-    is_explained_by: Callable[[Finding, Sequence[tuple[Cause[Any], Finding]]], bool] = lambda finding, others: False
+    explains: str = ""  # a group of phases that its findings explain, besides their own phase
+    leaves_explained: bool = False  # its findings on phases that earlier findings explain are left out
     takes_over: bool = False  # its time is taken out of later findings on the same phase
     is_in_step: bool = False  # its time in the training step is not unexplained idle time there
     ignores_min_cost: bool = False  # it is reported however little time it takes per step

@@ -211,10 +211,8 @@ def lost_time(
     advice: str,
     evidence: Mapping[str, float | str | None],
     phase: str | None = None,
-    per_step_s: float | None = None,
     detail: str = "",
     lines: Sequence[str] = (),
-    whose: str = "this time",
     has_function: bool = False,
     basis: Basis = "measured",
     avoidable: float | None = None,
@@ -223,17 +221,14 @@ def lost_time(
     """Return a finding on this share of the wall time.
 
     ``begins`` is the beginning of the reason, before "...% of the wall time", and ``detail`` more numbers after it,
-    by default the seconds per step. ``lines`` are phases, or groups of them, whose source lines it reports; ``whose``
-    names their time, and ``has_function`` says to look for a function if no line is known. ``avoidable`` is the
-    removable part of the share, by default all, and ``lower`` its lower bound if it was sampled or may be due to
-    chance.
+    by default the seconds per step. ``lines`` are phases, or groups of them, whose source lines it reports;
+    ``has_function`` says to look for a function if no line is known. ``avoidable`` is the removable part of the share,
+    by default all, and ``lower`` its lower bound if it was sampled or may be due to chance.
     """
-    if per_step_s is not None:
-        evidence = {**evidence, "ms_per_step": 1e3 * per_step_s}
-        detail = detail or f"{format_duration(per_step_s)} per step"
+    detail = detail or f"{format_duration(share * run.step_s)} per step"
     if lines:
         evidence = {**evidence, "source_lines": top_source_lines(run.lines, *lines)}
-    hint = top_line_sentence(run.lines, *lines, whose=whose) or (FIND_FUNCTION if has_function else "")
+    hint = top_line_sentence(run.lines, *lines) or (FIND_FUNCTION if has_function else "")
     bound = ceiling(share if avoidable is None else avoidable)
     # If the GPU's times contradict the driver's utilization, the share may be too large by the difference.
     surely = (share if lower is None else lower) - idle_residual(run)
@@ -242,8 +237,8 @@ def lost_time(
         share=share,
         ceiling=bound,
         ceiling_lower=min(bound, ceiling(surely)),
-        evidence=known({"phase": phase, **evidence}),
-        why=f"{begins} {100 * share:.0f}% of the wall time{detail and f' ({detail})'}.",
+        evidence=known({"phase": phase, "ms_per_step": 1e3 * share * run.step_s, **evidence}),
+        why=f"{begins} {100 * share:.0f}% of the wall time ({detail}).",
         advice=f"{advice} {hint}".strip(),
         basis=basis,
     )
@@ -305,7 +300,6 @@ def lost_in(
         begins=begins,
         advice=advice,
         phase=part.phase,
-        per_step_s=part.seconds / run.steps,
         evidence={"seconds": part.seconds, "name": name or None, **evidence},
         lines=[part.phase],
         lower=part.share * repeated,

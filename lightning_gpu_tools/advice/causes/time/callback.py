@@ -52,7 +52,6 @@ CAUSE = Cause(
     change="run it less often, by the factor in the advice; make a hook that runs in every step faster, or return "
     "early from it in most steps",
     find=find,
-    explains=(CALLBACK,),
     verified_on="hardware",
     sick=cpu_run({"callback/A": 20, **STEP}),
     healthy=cpu_run({"callback/A": 0.4, **STEP}),

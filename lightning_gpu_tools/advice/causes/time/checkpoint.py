@@ -38,7 +38,6 @@ CAUSE = Cause(
     change="save less often, by the factor in the advice; `AsyncCheckpointIO`; save to a local disk",
     find=find,
     ignores_min_cost=True,
-    explains=(CHECKPOINT,),
     verified_on="cpu",
     sick=cpu_run({"checkpoint": 30, **STEP}),
     healthy=cpu_run({"checkpoint": 1, **STEP}),

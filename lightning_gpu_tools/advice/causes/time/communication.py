@@ -43,9 +43,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 def why_not(run: RunMeasurements, finding: Finding) -> str:
     """Return why these waits need no change; empty if they do."""
-    if float(finding.evidence["ms_per_step"]) >= 1e3 * _MIN_SHARE * run.step_s:
-        return ""
-    return "less than 10% of a step is usual"
+    return "" if finding.share >= _MIN_SHARE else "less than 10% of a step is usual"
 
 
 def _sending(run: RunMeasurements, wait_s: float) -> Finding:
@@ -71,7 +69,6 @@ def _waiting(run: RunMeasurements, wait_s: float, advice: str) -> Finding:
         begins="Waiting for other ranks takes",
         advice=advice,
         phase=RANK_WAIT,
-        per_step_s=wait_s,
         evidence={"ranks": max(1, len(run.ranks))},
     )
 

@@ -36,21 +36,17 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "kind": kind,
         "taken_by": taken_by,
         "cores": run.host.cores,
-        "own_cores": cores.own_cores,
         "others_cores": cores.others_cores,
-        "children_cores": None if cores.children is None else cores.children.cores,
         "runnable_threads": cores.runnable_threads,
     }
-    per_step_s = share * run.step_s
     yield lost_time(
         run,
         share,
         begins="Waiting for a CPU core takes",
         advice=advice,
         phase=longest_group(run, (RANK_WAIT, *PAUSES))[0],  # the wait is measured only in total
-        per_step_s=per_step_s,
         evidence=evidence,
-        detail=f"{format_duration(per_step_s)} per step; {taken_by}",
+        detail=f"{format_duration(share * run.step_s)} per step; {taken_by}",
     )
 
 

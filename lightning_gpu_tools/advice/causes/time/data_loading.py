@@ -415,7 +415,6 @@ CAUSE = Cause(
     find=find,
     why_not=why_not,
     settings=LOADER_SETTINGS,
-    explains=(DATA_LOADING,),
     verified_on="cpu",
     sick=cpu_run(WAITS),
     healthy=cpu_run({"data_loading": 0.2, **STEP}),

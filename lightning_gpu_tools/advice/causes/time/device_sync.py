@@ -39,7 +39,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         begins=f"Waiting for GPU results inside the {run.activity} step takes",
         advice=advice,
         phase=TRAINING_STEP,
-        per_step_s=idle.syncs * run.step_s,
         evidence=evidence,
     )
 

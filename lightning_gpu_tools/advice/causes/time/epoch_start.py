@@ -31,7 +31,6 @@ CAUSE = Cause(
     ignores_min_cost=True,
     is_judged_early=lambda run: run.epochs >= MIN_EPOCHS,
     settings=("persistent_workers",),
-    explains=(EPOCH_START,),
     verified_on="cpu",
     sick=cpu_run({"epoch_start": 20, **STEP}),
     healthy=cpu_run({"epoch_start": 0.4, **STEP}),

@@ -28,7 +28,6 @@ CAUSE = Cause(
     says="Garbage collection takes ...",
     change="call `gc.collect()` and `gc.freeze()` once before training; call `gc.collect()` less often",
     find=find,
-    explains=(GARBAGE_COLLECTION,),
     verified_on="cpu",
     sick=cpu_run({"garbage_collection": 10, **STEP}),
     healthy=cpu_run({"garbage_collection": 0.4, **STEP}),

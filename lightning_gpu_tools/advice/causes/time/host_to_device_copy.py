@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.examples import COPIES, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import Cause, Finding
 from lightning_gpu_tools.advice.lost_time import MIN_SHARE, idle_share, lost_in, lost_share, lost_time, phases_of
-from lightning_gpu_tools.training.phases import HOST_TO_DEVICE_COPY
 from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
 
 _BEGINS = "Moving batches to the device takes"
@@ -27,17 +26,14 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     share = 0.0 if run.gpu_idle is None else min(lost_share(run, COPY), idle_share(run))
     if share < MIN_SHARE:
         return
-    copy_s = share * run.step_s
     yield lost_time(
         run,
         share,
         begins=_BEGINS,
         advice=_advice(run),
         phase=COPY,
-        per_step_s=copy_s,
         evidence={
             "batch_bytes": run.batch_bytes or None,
-            "bytes_per_second": run.batch_bytes / copy_s if run.batch_bytes else None,
         },
         lines=[COPY],
     )
@@ -68,7 +64,6 @@ CAUSE = Cause(
     change="`pin_memory=True`; `uint8` images",
     find=find,
     settings=("pin_memory",),
-    explains=(HOST_TO_DEVICE_COPY,),
     verified_on="hardware",
     sick=gpu_run(**COPIES),
     healthy=gpu_run(**{**COPIES, "utilization": 97.0, "gpu_idle": sampled_idle(host_to_device_copy=(20.0, 0.5))}),

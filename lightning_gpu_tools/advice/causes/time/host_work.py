@@ -29,7 +29,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         begins=f"Host work inside the {run.activity} step takes",
         advice="Move this work to the dataset, where workers do it in advance, or to the GPU.",
         phase=TRAINING_STEP,
-        per_step_s=idle.host_work * run.step_s,
         evidence={"operations_per_step": run.watched.operations},
         lines=[TRAINING_STEP],
         has_function=True,

@@ -33,7 +33,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if share < _MIN_SHARE:
         return
     evidence = {
-        "step_ms": run.step_s * 1e3,
         "operations_per_step": None if run.watched is None else run.watched.operations,
     }
     larger, caveat = larger_batch(run), caveat_of_larger_batch(run)
@@ -55,7 +54,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         begins="Launching many small kernels takes",
         advice=advice,
         phase=TRAINING_STEP,
-        per_step_s=share * run.step_s,
         evidence=evidence,
         lines=[TRAINING_STEP],
         basis="heuristic" if idle is None else "measured",

@@ -43,7 +43,6 @@ CAUSE = Cause(
     says="The logger ... takes ..., `self.log` takes ...",
     change="`log_every_n_steps`; fewer metrics in `self.log`",
     find=find,
-    explains=(LOGGING,),
     verified_on="cpu",
     sick=cpu_run({"logging/CSVLogger": 20, **STEP}),
     healthy=cpu_run({"logging/CSVLogger": 0.4, **STEP}),

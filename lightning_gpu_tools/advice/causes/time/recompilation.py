@@ -59,7 +59,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         begins="Compiling the same code again takes",
         advice=advice,
         phase=TRAINING_STEP,
-        per_step_s=share * run.step_s,
         evidence=evidence,
     )
 
@@ -77,7 +76,6 @@ CAUSE = Cause(
     find=find,
     needs=("recompiled",),
     is_in_step=True,
-    explains=(TRAINING_STEP,),
     verified_on="cpu",
     sick=_compiled_again(7, 2.0),
     healthy=_compiled_again(1, 0.3),

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 from lightning_gpu_tools.advice.examples import cpu_run
 from lightning_gpu_tools.advice.findings import Cause, Evidence, Finding, label_of
@@ -87,14 +86,8 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         phase=slow.phase,
         evidence=evidence,
         lines=[slow.phase],
-        whose="the time in this line",
         basis="heuristic" if longer >= _LONGER else "measured",
     )
-
-
-def _is_explained(finding: Finding, others: Sequence[tuple[Cause[Any], Finding]]) -> bool:
-    group = base_phase(str(finding.evidence["phase"]))
-    return any(group in cause.explains for cause, _ in others)
 
 
 def _period(steps: Sequence[int]) -> int | None:
@@ -126,7 +119,7 @@ CAUSE = Cause(
     says="... of ... steps took ... times the median: in which line of the tree, and how often",
     change="what the advice says: group samples of similar length, or find what runs at that period",
     find=find,
-    is_explained_by=_is_explained,
+    leaves_explained=True,
     is_in_step=True,
     verified_on="cpu",
     sick=_with_slow_steps(15.0),

@@ -5,8 +5,7 @@ Adds the Trainer's own time beyond the usual, and the GPU's idle time inside the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.examples import STEP, cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import MAX_UNNAMED, Cause, Finding, Variant
@@ -48,7 +47,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
             begins=_LINES[phase].format(activity=run.activity),
             advice=_NAME_IT if phase == OUTSIDE_LOOP else "",
             phase=phase,
-            per_step_s=seconds / run.steps,
             evidence={"seconds": seconds},
             lines=[] if phase == TRAINING_STEP else [phase],  # its forward, backward and optimizer have names
             has_function=True,
@@ -89,17 +87,10 @@ def explain_rest(run: RunMeasurements, idle: float) -> Finding:
     )
 
 
-def _is_named(finding: Finding, others: Sequence[tuple[Cause[Any], Finding]]) -> bool:
-    """Return whether a finding of slow steps already explains the time of this line."""
-    return any(
-        other.cause == "slow_steps" and other.evidence["phase"] == finding.evidence["phase"] for _, other in others
-    )
-
-
 CAUSE = Cause(
     find=find,
     why_not=why_not,
-    is_explained_by=_is_named,
+    leaves_explained=True,
     explain_rest=explain_rest,
     rows=[
         Variant("Unexplained idle time inside the training step", '`Trainer(profiler="pytorch")`'),

@@ -59,7 +59,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         begins="Validation takes",
         advice=advice,
         phase=VALIDATION,
-        per_step_s=seconds / run.steps,
         evidence=evidence,
         lines=[VALIDATION],
     )
@@ -125,7 +124,6 @@ CAUSE = Cause(
     why_not=why_not,
     ignores_min_cost=True,
     is_judged_early=lambda run: run.validations >= MIN_EPOCHS,
-    explains=(VALIDATION,),
     verified_on="cpu",
     sick=cpu_run({"validation": 50, **STEP}),
     healthy=cpu_run({"validation": 12, **STEP}),
