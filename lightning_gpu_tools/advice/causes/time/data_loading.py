@@ -218,8 +218,8 @@ def _of_torch_loader(
     search = _search(run)
     may_help = ""  # more workers
     if upper >= MIN_CEILING_LOWER and not allowed.reasons and tried <= (allowed.most or tried):
-        may_help = f" Speedup with num_workers={tried}: {as_times(lower)} to {as_times(upper)}"
-        may_help += f"; {search} measures it." if search else "."
+        measured = f"; {search} measures it." if search else "."
+        may_help = f"Speedup with num_workers={tried}: {as_times(lower)} to {as_times(upper)}{measured}"
     is_certain = expected >= MIN_CEILING and lower > MIN_CEILING_LOWER
     kind, advice = _shortage(run, loader, plan, computing, cpu_limit, may_help, is_certain=is_certain)
     # Other advice may end the whole wait.
@@ -283,7 +283,7 @@ def _shortage(
     if one_thread := one_thread_per_worker(run):
         return "cpu_bound", one_thread
     if _has_no_free_core(seen) or (plan.limited_by == "cores" and not is_certain) or now.num_workers == planned == 0:
-        limit = f"{cpu_limit[0].upper()}{cpu_limit[1:]}.{may_help}"
+        limit = f"{cpu_limit[0].upper()}{cpu_limit[1:]}. {may_help}".strip()
         if not may_help and not allowed.reasons:
             limit = f"More workers will not help, because {cpu_limit}."
         return "cpu_bound", (
