@@ -19,11 +19,12 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -48,7 +49,7 @@ from lightning_gpu_tools.memory.holdings import fixed_sizes_of, plain_tensors, w
 from lightning_gpu_tools.memory.readings import Block, MemoryLine, Segment, StepMemory
 from lightning_gpu_tools.trainer.import_hooks import when_imported
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.source_lines import line_in
+from lightning_gpu_tools.training.source_lines import line_in, stack_of
 from lightning_gpu_tools.units import printable
 
 _TIMEOUT_RANKS_S = 60.0  # our default, for the other ranks to complete the same step
@@ -136,10 +137,10 @@ class Recorder:
 
     def _out_of_memory(self, gpu: int, requested_bytes: int, total_bytes: int, free_bytes: int) -> None:
         with contextlib.suppress(Exception):  # an error here would replace torch's
-            stack = _stack_of(sys._getframe(1) if sys._getframe().f_back else None)
+            stack = stack_of(traceback.walk_stack(sys._getframe()))[1:]
             with frames_kept():
-                training = sys._current_frames().get(threading.main_thread().ident or 0)
-                seen = line_in(stack) or line_in(_stack_of(training))
+                training = sys._current_frames()[threading.main_thread().ident or 0]
+                seen = line_in(stack) or line_in(stack_of(traceback.walk_stack(training)))
             self._record.failures += 1
             self._record.failure = Moment(self._step, phase_of(stack) if self._step else "", *(seen or ())[:3])
             self._record.requested_bytes = requested_bytes
@@ -334,16 +335,6 @@ def _names(**parts: object) -> dict[int, str]:
         for tensor in plain_tensors(tensors)
         if tensor.is_cuda
     }
-
-
-def _stack_of(frame: FrameType | None) -> list[dict[str, Any]]:
-    """Return a stack in the format of torch's recordings."""
-    stack = []
-    while frame is not None:
-        code = frame.f_code
-        stack.append({"filename": code.co_filename, "line": frame.f_lineno or 0, "name": code.co_name})
-        frame = frame.f_back
-    return stack
 
 
 def _in_words(error: BaseException) -> str:

@@ -42,7 +42,7 @@ from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.selection.visibility import whole_or_instances
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UNEXPLAINED, VALIDATION
-from lightning_gpu_tools.training.source_lines import line_in
+from lightning_gpu_tools.training.source_lines import line_in, stack_of
 
 # The training thread's phase, by the innermost of these functions in the traceback; after a colon, a part of its path.
 _FUNCTIONS = {
@@ -190,11 +190,7 @@ def _phase_of(error: BaseException) -> str | None:
 
 def _requesting_line(error: BaseException, requested_bytes: int) -> MemoryLine | None:
     """Return the program's innermost line in the traceback; ``None`` if all lines are a framework's."""
-    stack = [
-        {"filename": frame.f_code.co_filename, "line": line, "name": frame.f_code.co_name}
-        for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
-    seen = line_in(reversed(stack))
+    seen = line_in(reversed(stack_of(traceback.walk_tb(error.__traceback__))))
     if seen is None or not is_of_program(seen.file):
         return None
     return MemoryLine(requested_bytes, 1, "", seen.file, seen.line, seen.function)

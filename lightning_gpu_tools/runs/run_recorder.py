@@ -27,7 +27,6 @@ from lightning_gpu_tools.runs.run_gpus import RunGpus, mean_utilization
 from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import SafeReader
-from lightning_gpu_tools.training.compilations import Compilations
 from lightning_gpu_tools.training.cores import CoreUse, CoreUsers
 from lightning_gpu_tools.training.dataset import DatasetGrowth, Storage, path_of_data, storage_of
 from lightning_gpu_tools.training.line_sampler import LineSampler
@@ -39,6 +38,7 @@ from lightning_gpu_tools.training.run_measurements import (
     SourceLine,
     StepBlock,
 )
+from lightning_gpu_tools.training.source_lines import Compilations
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 
 # Our defaults.

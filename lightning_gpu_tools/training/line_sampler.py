@@ -85,7 +85,7 @@ class _Sampler(BackgroundJobs):
                 self._patches.set_value(sys.getswitchinterval, sys.setswitchinterval, SWITCH_S)
             with frames_kept():
                 phase, frame = self._read_frame()
-                seen = None if base_phase(phase) == MONITORING else line_of(frame)
+                seen = None if frame is None or base_phase(phase) == MONITORING else line_of(frame)
                 del frame  # with the batch in it
             if seen is not None and (seen.is_loading or not self.only_loading):
                 self._counts.add(phase, seen.file, seen.line, seen.function)

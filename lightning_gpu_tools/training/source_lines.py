@@ -1,41 +1,34 @@
-"""The program's own lines: the innermost one that the user wrote on a stack, and those that wait for the GPU."""
+"""The program's own lines: the innermost on a stack, those that wait for the GPU, and functions compiled again."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-import sysconfig
 import threading
+import time
+import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.phases import MONITORING, base_phase
-from lightning_gpu_tools.training.run_measurements import SourceLine, WatchedSteps
-from lightning_gpu_tools.training.stacks import TRAINER_FILE, TRAINER_FUNCTIONS
+from lightning_gpu_tools.training.run_measurements import Recompiled, SourceLine, WatchedSteps
+from lightning_gpu_tools.training.stacks import PACKAGES, TRAINER_FUNCTIONS, owner_of
 from lightning_gpu_tools.training.stopwatch import Stopwatch
 
-# Owner of a file's code. In `fetch`, torch's loader calls the program; in `trainer`, the Trainer does.
-_Owner = Literal["user", "library", "torch", "python", "own", "fetch", "trainer"]
-_TRAINERS = ("lightning", "pytorch_lightning")
-_LIBRARIES = (*_TRAINERS, "lightning_fabric", "lightning_utilities")
-_OWN = __name__.partition(".")[0]
-_OWN_FOLDER = __file__.partition(__name__.replace(".", os.sep))[0] + _OWN + os.sep
-_PYTHON = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
-_FETCH_FILE = os.path.join("torch", "utils", "data", "_utils", "fetch.py")
-_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 # Our defaults.
-_MAX_FILES = 10_000  # in the caches
+_MAX_FILES = 10_000  # in the cache
 _MAX_LINES = 1000  # to return, most frequent first
 
 
@@ -46,15 +39,6 @@ class Seen(NamedTuple):
     line: int
     function: str
     is_loading: bool  # torch's loader was getting samples from the program
-
-
-class _Frame(NamedTuple):
-    """A frame of a Python stack."""
-
-    path: str
-    line: int
-    function: str
-    package: str  # the top-level package of its module; empty if unknown
 
 
 class LineCounts:
@@ -75,43 +59,38 @@ class LineCounts:
         ]
 
 
-def line_of(frame: FrameType | None) -> Seen | None:
-    """Return the user's innermost line on a stack, ignoring callers of the Trainer or the loader; ``None`` if empty.
+def stack_of(frames: Iterable[tuple[FrameType, int]]) -> list[dict[str, Any]]:
+    """Return frames with their lines, as from ``traceback.walk_stack``, in the form in which torch records a stack."""
+    return [
+        {"filename": frame.f_code.co_filename, "line": line or 0, "name": frame.f_code.co_name}
+        for frame, line in frames
+    ]
+
+
+def line_of(frame: FrameType) -> Seen | None:
+    """Return the user's innermost line on a stack, ignoring callers of the Trainer or the loader.
 
     Without a line of the user, return the innermost line of a library, else the outermost line of torch.
     """
-    return _line_on(_frames(frame))
+    return line_in(stack_of(traceback.walk_stack(frame)), or_torchs=True)
 
 
-def line_in(recorded: Iterable[Mapping[str, Any]]) -> Seen | None:
-    """Return the innermost line of the user, else of a library, on a stack that torch has recorded.
+def line_in(stack: Iterable[Mapping[str, Any]], *, or_torchs: bool = False) -> Seen | None:
+    """Return the innermost line of the user, else of a library, on a stack in torch's form.
 
-    Its frames have ``filename``, ``line``, ``name``. ``None`` if all are of torch or Python, as in torch's backward.
+    ``None`` if all are of torch or Python, as in torch's backward, unless ``or_torchs``.
     """
-    frames = (_Frame(one["filename"], one["line"], one["name"], _package(one["filename"])) for one in recorded)
-    return _line_on(frames, or_torchs=False)
-
-
-def _frames(frame: FrameType | None) -> Iterator[_Frame]:
-    while frame is not None:
-        code = frame.f_code
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        yield _Frame(code.co_filename, frame.f_lineno or code.co_firstlineno, code.co_name, package)
-        frame = frame.f_back
-
-
-def _line_on(stack: Iterable[_Frame], *, or_torchs: bool = True) -> Seen | None:
-    users: _Frame | None = None
-    library: _Frame | None = None
-    outermost: _Frame | None = None
-    owner: _Owner = "python"
+    users: Mapping[str, Any] | None = None
+    library: Mapping[str, Any] | None = None
+    outermost: Mapping[str, Any] | None = None
+    owner = ""
     for frame in stack:
-        owner = _owner(frame.path, frame.package)
-        if owner == "trainer" and frame.function in TRAINER_FUNCTIONS:
+        owner = owner_of(frame["filename"])
+        if owner == "trainer" and frame["name"] in TRAINER_FUNCTIONS:
             break
         if owner == "user":
-            if users is not None and users.function in _COMPREHENSIONS and frame.path == users.path:
-                users = users._replace(function=frame.function)  # which contains the comprehension
+            if users is not None and users["name"] in _COMPREHENSIONS and frame["filename"] == users["filename"]:
+                users = {**users, "name": frame["name"]}  # which contains the comprehension
             users = users or frame
         elif owner in ("library", "trainer"):
             library = library or frame
@@ -121,35 +100,15 @@ def _line_on(stack: Iterable[_Frame], *, or_torchs: bool = True) -> Seen | None:
         if owner != "own":
             outermost = frame
     found = users or library or (outermost if or_torchs or owner == "fetch" else None)
-    return None if found is None else Seen(shown_path(found.path), found.line, found.function, owner == "fetch")
-
-
-def _package(path: str) -> str:
-    for part in _PACKAGES:
-        if part in path:
-            return path.rpartition(part)[2].replace(os.sep, "/").partition("/")[0]
-    return _OWN if path.startswith(_OWN_FOLDER) else ""
-
-
-@lru_cache(_MAX_FILES)
-def _owner(path: str, package: str) -> _Owner:
-    if path.endswith(_FETCH_FILE):
-        return "fetch"
-    if package == _OWN:
-        return "own"
-    if package == "torch":
-        return "torch"
-    if package in _TRAINERS and path.endswith(TRAINER_FILE):
-        return "trainer"
-    if package in _LIBRARIES or any(part in path for part in _PACKAGES):
-        return "library"
-    return "python" if path.startswith((*_PYTHON, "<")) else "user"
+    return (
+        None if found is None else Seen(shown_path(found["filename"]), found["line"], found["name"], owner == "fetch")
+    )
 
 
 @lru_cache(_MAX_FILES)
 def shown_path(path: str) -> str:
     """Return a path relative to the folder of installed packages, or to the current folder, if it is inside."""
-    for part in _PACKAGES:
+    for part in PACKAGES:
         if part in path:
             return path.rpartition(part)[2]
     with suppress(OSError):  # the current folder was removed
@@ -230,7 +189,7 @@ class SyncLines:
 
         return synchronized
 
-    def _note(self, frame: FrameType | None) -> None:
+    def _note(self, frame: FrameType) -> None:
         phase = self._clock.current.phase
         if threading.get_ident() == self._thread and base_phase(phase) != MONITORING:
             self._synced()  # first, because the GPU is idle now
@@ -240,3 +199,69 @@ class SyncLines:
     def _count(self) -> int:
         """Return the number of GPU memory allocations by torch: about one per operation."""
         return int(torch.cuda.memory_stats_as_nested_dict(self._gpu)["allocation"]["all"]["allocated"])
+
+
+_POLL_COMPILATIONS_S = 1.0  # our default: torch keeps only its last 64 compilations
+_MAX_RECOMPILED = 10  # our default: functions to report
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")  # the rest of a function after a graph break
+_NUMBER = re.compile(r"^[\d/!]+: ")  # of the earlier code, before a reason
+
+
+class Compilations:
+    """The functions that torch.compile compiles again, from torch's own record. For any thread."""
+
+    def __init__(self) -> None:
+        self._began_s = time.time()
+        self._last: Any = None  # entry of the record that was read
+        self._functions: dict[str, Recompiled] = {}  # by torch's number
+        self._total_s = 0.0
+        self._lock = threading.Lock()
+
+    def poll(self) -> float:
+        """Read new entries, and return the seconds until the next poll."""
+        with self._lock:
+            self._read()
+        return _POLL_COMPILATIONS_S
+
+    def total_s(self) -> float:
+        """Return the duration of all compilations that began during training."""
+        with self._lock:
+            self._read()
+            return self._total_s
+
+    def facts(self) -> tuple[Recompiled, ...] | None:
+        """Return the functions compiled again so far, most time first; ``None`` if nothing was compiled."""
+        with self._lock:
+            self._read()
+            if not self._functions:
+                return None
+            again = [one for one in self._functions.values() if one.count]
+            again.sort(key=lambda one: -one.seconds)
+        return tuple(again[:_MAX_RECOMPILED])
+
+    def _read(self) -> None:
+        entries = compat.compilations() or []
+        known = next((place for place, one in enumerate(entries, 1) if one is self._last), 0)
+        for one in entries[known:]:
+            self._add(one)
+            self._last = one
+
+    def _add(self, one: Any) -> None:
+        seconds, is_new = (one.end_time_us - one.start_time_us) / 1e6, one.start_time_us / 1e6 >= self._began_s
+        self._total_s += seconds * is_new
+        number, _, compiled_before = str(one.compile_id).rpartition("/")
+        function = self._functions.get(number, Recompiled())
+        if one.co_name:
+            resumed = _RESUMED.fullmatch(one.co_name)
+            function = replace(
+                function,
+                file=shown_path(one.co_filename or ""),
+                line=int(resumed[2]) if resumed else one.co_firstlineno or 0,
+                function=resumed[1] if resumed else one.co_name,
+            )
+        if is_new and compiled_before.isdigit() and int(compiled_before):
+            function = replace(function, seconds=function.seconds + seconds)
+            if one.is_forward is not False:  # else the second part of one, when backward runs for the first time
+                reason = _NUMBER.sub("", getattr(one, "recompile_reason", None) or function.reason)
+                function = replace(function, reason=reason, count=function.count + (not one.fail_reason))
+        self._functions[number] = function

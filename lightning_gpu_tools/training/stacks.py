@@ -14,9 +14,10 @@ import sysconfig
 import time
 import traceback
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.processes import TICKS_PER_S, read_kernel_file
@@ -122,8 +123,30 @@ def memory_stall_percent() -> float:
     return 0.0
 
 
-_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OWN = str(Path(__file__).parents[1]) + os.sep
+# Owner of a file's code. In `fetch`, torch's loader calls the program; in `trainer`, the Trainer does.
+_Owner = Literal["user", "library", "torch", "python", "own", "fetch", "trainer"]
+PACKAGES = ("/site-packages/", "/dist-packages/")
+_PYTHON = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
+_OWN = f"{Path(__file__).parents[1]}/"
+_TRAINER_FILES = ("/lightning/pytorch/trainer/trainer.py", "/pytorch_lightning/trainer/trainer.py")
+TRAINER_FUNCTIONS = ("fit", "_run_stage")  # in which Lightning's Trainer passes control to the loops
+
+
+@lru_cache(10_000)  # our default
+def owner_of(path: str) -> _Owner:
+    """Return whose code a file has."""
+    if path.endswith("/torch/utils/data/_utils/fetch.py"):
+        return "fetch"
+    if path.endswith(_TRAINER_FILES):
+        return "trainer"
+    if path.startswith(_OWN):
+        return "own"
+    for part in PACKAGES:
+        if part in path:
+            return "torch" if path.rpartition(part)[2].startswith("torch/") else "library"
+    return "python" if path.startswith((*_PYTHON, "<")) else "user"
+
+
 # Rarely used by programs: one of Linux's last real-time signals.
 _SIGNAL: int = getattr(signal, "SIGRTMAX", 64) - 3  # not used on macOS, which also lacks memfd_create
 _ANSWER_S = 0.3  # our default; on an idle core it takes microseconds
@@ -132,7 +155,7 @@ _LINE = re.compile(r'^\s*File "(.*)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 def _frame(file: str, line: int, function: str) -> Frame:
-    return Frame(file, line, function, file.startswith((*_LIBRARIES, "<frozen")) or "site-packages" in file)
+    return Frame(file, line, function, owner_of(file) != "user")
 
 
 def frames_of(thread: int) -> list[FrameType]:
@@ -142,16 +165,12 @@ def frames_of(thread: int) -> list[FrameType]:
         return [] if frame is None else [one for one, _ in traceback.walk_stack(frame)][::-1]
 
 
-# Functions in which Lightning's Trainer passes control to the loops.
-TRAINER_FILE, TRAINER_FUNCTIONS = os.path.join("trainer", "trainer.py"), ("fit", "_run_stage")
-
-
 def stack_in_fit(frames: list[FrameType]) -> tuple[Frame, ...]:
     """Return the calls inside the Trainer's, if there is one, without those of this package."""
     calls = [_frame(one.f_code.co_filename, one.f_lineno or 0, one.f_code.co_name) for one in frames]
-    stack = tuple(call for call in calls if not call.file.startswith(_OWN))
+    stack = tuple(call for call in calls if owner_of(call.file) != "own")
     for i, call in reversed(list(enumerate(stack))):
-        if call.function in TRAINER_FUNCTIONS and call.file.endswith(TRAINER_FILE):
+        if call.function in TRAINER_FUNCTIONS and owner_of(call.file) == "trainer":
             return stack[i + 1 :]
     return stack
 
