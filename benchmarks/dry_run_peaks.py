@@ -40,8 +40,7 @@ import transformers
 from harness import make_parser, write_result
 from torch import nn
 
-from lightning_gpu_tools.dry_run.records import ProcessRecord
-from lightning_gpu_tools.dry_run.result import Judgment, context_bytes, near_the_limit, usable_bytes
+from lightning_gpu_tools.dry_run.result import Judgment, ProcessRecord, context_bytes, near_the_limit, usable_bytes
 
 # Bounds of the relative error of a peak, fixed before the first run.
 BOUNDS = {"allocated": (-0.03, 0.08), "reserved": (-0.08, 0.12)}

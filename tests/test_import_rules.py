@@ -41,7 +41,6 @@ PURE = [
     "selection/visibility",
     "checkpoints/key_*",
     "checkpoints/inert_pickle",
-    "dry_run/peak",
     "dry_run/result",
 ]
 OUTSIDE_WORLD = {"logging", "os", "psutil", "socket", "subprocess", "tempfile", "threading", "time"}

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, VARIABLE, ProcessRecord
+from lightning_gpu_tools.dry_run.result import LOCK, PLAN, RECORD, VARIABLE, ProcessRecord
 from lightning_gpu_tools.files import scratch_prefix
 from lightning_gpu_tools.simulated import Machine
 

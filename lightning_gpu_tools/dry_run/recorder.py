@@ -33,16 +33,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
 from lightning_gpu_tools.collector import frames_kept
-from lightning_gpu_tools.dry_run.peak import ends_of, find_peak, parts_at, phase_of
-from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, Moment, ProcessRecord
+from lightning_gpu_tools.dry_run.result import LOCK, PLAN, RECORD, Moment, ProcessRecord
 from lightning_gpu_tools.loaders.settings import batch_shape
 from lightning_gpu_tools.memory.blocks import (
     MemoryRecorder,
     by_line,
+    ends_of,
     events_with_growth,
+    find_peak,
     live_blocks,
+    parts_at,
+    phase_of,
     recorded_events,
     segments,
+    with_phases,
 )
 from lightning_gpu_tools.memory.counters import read_memory
 from lightning_gpu_tools.memory.holdings import fixed_sizes_of, plain_tensors, workspace_sizes_of
@@ -278,7 +282,7 @@ class _Gpu:
         """Read the events since the last reading, in this step."""
         reading = read_memory(self.gpu)
         assert reading is not None
-        self._events = recorded_events(self.gpu)
+        self._events = [event._replace(phase=phase_of(event.stack)) for event in recorded_events(self.gpu)]
         allocated = sum(event.size > 0 for event in self._events)
         self._is_whole = allocated == reading.allocations - self._allocations
         self._allocations = reading.allocations
@@ -322,8 +326,8 @@ class _Gpu:
         self.is_complete &= self._is_whole
         events = [*self._between, *self._events]
         weights = {id(weight): weight for weight in weights}.values()
-        fixed = fixed_sizes_of(self.gpu)
-        found = events_with_growth(events, ends_of(events), weights, is_mixed=is_mixed, fixed=fixed)
+        events, fixed = with_phases(events, ends_of(events)), fixed_sizes_of(self.gpu)
+        found = events_with_growth(events, weights, is_mixed=is_mixed, fixed=fixed)
         self.steps.append(StepMemory(step=step, batch_shape=(batch_size,), events=found))
 
 

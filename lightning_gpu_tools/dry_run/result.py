@@ -1,4 +1,4 @@
-"""The result of a dry run, judged from the records of its processes. Pure."""
+"""The records of the processes of a dry run, and the result that is judged from them. Pure; sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from lightning_gpu_tools.advice.findings import in_words, is_of_program
-from lightning_gpu_tools.dry_run.records import Moment, ProcessRecord
 from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.reports.last_run import min_free_for
 from lightning_gpu_tools.simulated.models import MODELS
 from lightning_gpu_tools.units import format_bytes, plural
+
+# The environment variable with the folder of the dry run, and file names in this folder.
+VARIABLE = "LIGHTNING_GPU_TOOLS_DRY_RUN"
+PLAN, LOCK, RECORD = "plan.json", "lock", "record-{}.json"
 
 SCHEMA_VERSION = 1
 NCCL_BYTES = 700 * 2**20  # measured with more than two A100s: nccl issue 964
@@ -30,6 +33,46 @@ _FAR = 8  # our default: times the batch that ran, beyond which a prediction is 
 
 Verdict = Literal["fits", "perhaps", "does_not_fit", "cannot_be_told"]
 EXIT_CODES: dict[Verdict, int] = {"fits": 0, "does_not_fit": 1, "perhaps": 3, "cannot_be_told": 3}
+
+
+class Moment(NamedTuple):
+    """A moment of a run at which memory was allocated."""
+
+    step: int  # starting at 1; 0 = before the first step
+    phase: str  # forward, backward, optimizer, or empty
+    file: str = ""  # file of the user's innermost line; empty if unknown
+    line: int = 0
+    function: str = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class ProcessRecord:
+    """The record of a process that has imported torch."""
+
+    torch: str  # folder of torch
+    # After all requested steps; before that; if it may continue after an error; if the recording failed.
+    outcome: Literal["complete", "ended", "running", "broken"] = "running"
+    error: str = ""  # that ended the process: "KeyError: 'x'"; empty if there was none or it is unknown
+    steps: int = 0  # completed optimizer steps
+    world_size: int = 1
+    rank: int = 0
+    uses_gpu: bool = False  # it started CUDA
+    batch_size: int | None = None  # first dimension of the first tensor that the model received; of a list, its length
+    peak_allocated_bytes: int = 0  # of tensors, on the GPU where this is highest
+    peak_reserved_bytes: int = 0  # that torch took from the driver on that GPU
+    retries: int = 0  # allocations there that only succeeded after torch had emptied its cache
+    peak: Moment | None = None  # of the memory of tensors
+    parts_bytes: Mapping[str, int] = field(default_factory=dict)  # at that time, as in the report's parts_bytes
+    lines: tuple[MemoryLine, ...] = ()  # the ten that allocated the most of it, largest first
+    failures: int = 0  # of torch's allocator
+    failure: Moment | None = None  # the last one
+    requested_bytes: int = 0  # size of the failed allocation
+    largest_batch: int | None = None  # predicted, on the target GPU; None if unknown
+    has_validated: bool = False  # a model in evaluation mode ran without gradients
+    has_convolutions: bool = False  # or recurrent layers, which also use cuDNN on a GPU
+    compiles: bool = False  # it called torch.compile, which is disabled
+    masks: bool = False  # sizes depended on masks, which select everything
+    generates: bool = False  # a model generated tokens, up to its maximum length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

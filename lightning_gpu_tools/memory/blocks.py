@@ -7,10 +7,10 @@ freed. That takes about 2 µs for each allocation, so only some steps are record
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -22,6 +22,11 @@ from lightning_gpu_tools.training.source_lines import Seen, line_in
 _MAX_LINES = 10
 _MAX_EVENTS = 200_000  # two for each tensor of a step; about 100 bytes each
 _HALF = 2  # bytes of a 16-bit number
+# Functions of torch in which the training thread runs backward, and in which backward recomputes activations.
+_BACKWARD = ("_engine_run_backward", "unpack_hook")
+# The outermost function of a thread that Python started. Backward's own threads have none of them.
+_OUTERMOST = ("<module>", "_run_module_as_main", "_bootstrap")
+_DDP_FILE = "torch/nn/parallel/distributed.py"
 
 
 class MemoryRecorder:
@@ -110,36 +115,90 @@ def by_line(blocks: Iterable[Block]) -> tuple[MemoryLine, ...]:
     return tuple(sorted(lines, key=lambda line: (-line.bytes, line))[:_MAX_LINES])
 
 
-def blocks_at_peak(events: Sequence[Block], ends: tuple[int, int]) -> list[Block]:
-    """Return the blocks that a step has allocated and not freed at the peak of memory in use.
+class Peak(NamedTuple):
+    """The moment with the most memory in use."""
 
-    ``ends`` are the numbers of its allocations up to the end of forward, and of backward.
-    """
-    sizes = list(accumulate((event.size for event in events), initial=0))
-    live: dict[int, Block] = {}
-    count = 0
-    for event in events[: sizes.index(max(sizes))]:
+    size: int  # requested bytes
+    blocks: Mapping[int, Block]  # blocks in use, by address
+    old: Set[int]  # addresses of the blocks that existed at the beginning
+    kept: Set[int]  # addresses of the blocks that still exist at the end
+    reached_by: Block | None  # last allocated block; None if the peak is at the beginning
+
+
+def find_peak(before: Mapping[int, Block], events: Sequence[Block]) -> Peak:
+    """Return the peak of these events, given the blocks in use before them."""
+    sizes = list(accumulate((event.size for event in events), initial=sum(block.size for block in before.values())))
+    place = sizes.index(max(sizes))
+    live, at_peak, reached_by = dict(before), dict(before), None
+    for number, event in enumerate(events, 1):
         if event.size > 0:
-            count += 1
-            phase = "forward" if count <= ends[0] else "backward" if count <= ends[1] else "optimizer"
-            live[event.address] = event._replace(phase=phase)
+            live[event.address] = event
         else:
             live.pop(event.address, None)
-    return list(live.values())
+        if number == place:
+            at_peak, reached_by = dict(live), live.get(event.address)
+    old = {address for address, block in at_peak.items() if before.get(address) is block}
+    kept = {address for address, block in at_peak.items() if live.get(address) is block}
+    return Peak(sizes[place], at_peak, old, kept, reached_by)
 
 
-def peak_bytes(events: Iterable[Block]) -> int:
-    """Return the largest memory in use during a step, beyond that at its start."""
-    return max(accumulate((event.size for event in events), initial=0))
+def parts_at(
+    peak: Peak, names_before: Mapping[int, str], names_after: Mapping[int, str], workspace_sizes: Set[int]
+) -> Counter[str]:
+    """Return the memory in use at a peak by part, in bytes; the parts are named as in ``memory_account.PARTS``.
+
+    ``names_before`` and ``names_after`` map addresses of known tensors to parts, at the beginning and at the end.
+    """
+    parts: Counter[str] = Counter()
+    for address, block in peak.blocks.items():
+        is_old = address in peak.old
+        name = (is_old and names_before.get(address)) or (address in peak.kept and names_after.get(address))
+        if not name and address in peak.kept and block.size in workspace_sizes:
+            name = "workspaces"
+        if not name and block.stack and block.stack[0]["filename"].endswith(_DDP_FILE):
+            name = "gradient_buckets"
+        parts[name or ("other_tensors" if is_old else "activations")] += block.size
+    return parts
+
+
+def phase_of(stack: Stack) -> str:
+    """Return the phase of a step that allocated memory with this stack: forward, backward or optimizer.
+
+    Backward runs in its own threads, in which Python is called only for hooks, functions and operators that are written
+    in Python. Lightning runs forward within the optimizer's ``step``, so the innermost of the two decides.
+    """
+    if not stack or stack[-1]["name"] not in _OUTERMOST or any(frame["name"] in _BACKWARD for frame in stack):
+        return "backward"
+    for frame in stack:
+        file = frame["filename"]
+        if "/torch/optim/" in file:
+            return "optimizer"
+        if "/torch/" not in file:
+            break
+    return "forward"
+
+
+def ends_of(events: Sequence[Block]) -> tuple[int, int]:
+    """Return the numbers of a step's allocations up to the end of forward, and of backward, by their phases."""
+    phases = [event.phase for event in events if event.size > 0]
+    end = len(phases)
+    before_backward = phases.index("backward") if "backward" in phases else end
+    of_optimizer = (number for number in range(before_backward, end) if phases[number] == "optimizer")
+    return before_backward, next(of_optimizer, end)
+
+
+def with_phases(events: Iterable[Block], ends: tuple[int, int]) -> list[Block]:
+    """Return the events of a step with the phase of each allocation. ``ends`` as in ``ends_of``."""
+    found, count = [], 0
+    for event in events:
+        count += event.size > 0
+        phase = "forward" if count <= ends[0] else "backward" if count <= ends[1] else "optimizer"
+        found.append(event._replace(phase=phase))
+    return found
 
 
 def events_with_growth(
-    events: Sequence[Block],
-    ends: tuple[int, int],
-    weights: Iterable[torch.Tensor],
-    *,
-    is_mixed: bool,
-    fixed: Container[int],
+    events: Sequence[Block], weights: Iterable[torch.Tensor], *, is_mixed: bool, fixed: Container[int]
 ) -> tuple[Block, ...]:
     """Return the events of a step without their stacks, and with the blocks that grow with the batch.
 
@@ -147,8 +206,7 @@ def events_with_growth(
     that are kept. Gradients, optimizer states and the optimizer's temporary memory do not grow.
 
     Args:
-        events: The events of a step.
-        ends: As in ``blocks_at_peak``.
+        events: The events of a step, from ``with_phases``.
         weights: The model's parameters. Backward adds gradients that it does not leave to older ones.
         is_mixed: Whether autocast copies weights in 16 bits: each in forward, and as a gradient in backward.
         fixed: Sizes of blocks that do not grow if forward leaves them, such as workspaces.
@@ -158,21 +216,17 @@ def events_with_growth(
     gradients = Counter(one.nbytes for one in weights if one.requires_grad)
     place: dict[int, int] = {}  # by address: the event that allocated it
     freed: set[int] = set()  # events whose memory is freed within the step
-    number: dict[int, int] = {}  # of the allocations, from 1, by event
     for i, event in enumerate(events):
         if event.size > 0:
             place[event.address] = i
-            number[i] = len(number) + 1
         elif event.address in place:
             freed.add(place.pop(event.address))
-    in_backward = [i for i, count in number.items() if ends[0] < count <= ends[1]]
-    left_behind = Counter(events[i].size for i in in_backward if i not in freed)
-    lefts = copies.copy(), copies + (gradients - left_behind)
+    left_behind = Counter(events[i].size for i in place.values() if events[i].phase == "backward")
+    lefts = {"forward": copies.copy(), "backward": copies + (gradients - left_behind)}
     found = []
     for i, event in enumerate(events):
-        is_backwards = i in number and ends[0] < number[i] <= ends[1]
-        may_grow = i in number and (number[i] <= ends[0] or (is_backwards and i in freed))
-        left = lefts[is_backwards]
+        left = lefts.get(event.phase, Counter())
+        may_grow = event.size > 0 and (event.phase == "forward" or (event.phase == "backward" and i in freed))
         is_of_weight = may_grow and left[event.size] > 0
         left[event.size] -= is_of_weight
         grows = may_grow and not is_of_weight and (i in freed or event.size not in fixed)

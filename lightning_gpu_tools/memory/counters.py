@@ -230,16 +230,18 @@ class MemoryCounters:
         after_forward = moments.get("after_forward", moments.get("before_backward", end))
         # With manual optimization there may be several backwards, and not all work after the first is the optimizer's.
         after_backward = moments.get("after_backward", end) if "after_forward" in moments else end
-        ends = after_forward - begin, after_backward - begin
-        self._facts = replace(self._known, peak_lines=blocks.by_line(blocks.blocks_at_peak(events, ends)))
+        events = blocks.with_phases(events, (after_forward - begin, after_backward - begin))
+        peak = blocks.find_peak({}, events)
+        self._facts = replace(self._known, peak_lines=blocks.by_line(peak.blocks.values()))
         found: tuple[Block, ...] = ()
         if is_replayed:
-            is_mixed = "mixed" in (self._training.precision or "")
-            fixed = holdings.fixed_sizes_of(self._gpu)
             found = blocks.events_with_growth(
-                events, ends, holdings.weights_of(self._training), is_mixed=is_mixed, fixed=fixed
+                events,
+                holdings.weights_of(self._training),
+                is_mixed="mixed" in (self._training.precision or ""),
+                fixed=holdings.fixed_sizes_of(self._gpu),
             )
-        return blocks.peak_bytes(events), found
+        return peak.size, found
 
     def _keep_step(self) -> None:
         added_bytes, events = self._take_record()

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from lightning_gpu_tools.cli.dry_run import render
-from lightning_gpu_tools.dry_run.records import Moment, ProcessRecord
 from lightning_gpu_tools.dry_run.result import (
     EXIT_CODES,
     NCCL_BYTES,
+    Moment,
+    ProcessRecord,
     Verdict,
     judge,
     near_the_limit,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.memory import blocks
-from lightning_gpu_tools.memory.blocks import blocks_at_peak, by_line, events_with_growth, peak_bytes
+from lightning_gpu_tools.memory.blocks import by_line, events_with_growth, find_peak, with_phases
 from lightning_gpu_tools.memory.holdings import workspace_sizes
 from lightning_gpu_tools.memory.readings import Block, MemoryLine
 
@@ -98,29 +98,21 @@ def recorded(tensors: list[Tensor], times: int) -> list[Block]:
 
 @given(steps(), st.integers(1, 40))
 def test_a_step_at_one_size_tells_what_it_is_at_another(step: Step, times: int) -> None:
-    found = events_with_growth(recorded(step.tensors, 1), step.ends, (), is_mixed=False, fixed=())
+    found = events_with_growth(with_phases(recorded(step.tensors, 1), step.ends), (), is_mixed=False, fixed=())
     scaled = [event.size * (times if event.grows else 1) for event in found if event.size > 0]
     larger = recorded(step.tensors, times)
     assert scaled == [event.size for event in larger if event.size > 0]
-    sizes = [*accumulate((event.size for event in larger), initial=0)]
-    assert peak_bytes(larger) == max(sizes)
     # What is live at the peak is what was allocated up to then, each in its phase.
-    blocks = blocks_at_peak(larger, step.ends)
-    assert sum(block.size for block in blocks) == max(sizes)
-    for block in blocks:
-        phase = (
-            "forward" if block.address < step.ends[0] else "backward" if block.address < step.ends[1] else "optimizer"
-        )
+    peak = find_peak({}, with_phases(larger, step.ends))
+    assert peak.size == max(accumulate((event.size for event in larger), initial=0))
+    assert peak.size == sum(block.size for block in peak.blocks.values())
+    for address, block in peak.blocks.items():
+        phase = "forward" if address < step.ends[0] else "backward" if address < step.ends[1] else "optimizer"
         assert block.phase == phase
-
-
-def test_what_was_there_before_a_step_is_not_at_its_peak() -> None:
-    events = [Block(7, -30), Block(1, 50), Block(2, 40), Block(2, -40)]
-    assert blocks_at_peak(events, (1, 2)) == [Block(1, 50, phase="forward"), Block(2, 40, phase="backward")]
 
 
 def test_blocks_of_a_fixed_size_do_not_grow() -> None:
     """Count only those that stay: an output of the same size does not."""
     events = [Block(1, 1000), Block(2, 1001), Block(3, 1000), Block(3, -1000)]
-    found = events_with_growth(events, (3, 3), (), is_mixed=False, fixed={1000})
+    found = events_with_growth(with_phases(events, (3, 3)), (), is_mixed=False, fixed={1000})
     assert [event.grows for event in found[:3]] == [False, True, True]

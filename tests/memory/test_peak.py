@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gpu_tools.dry_run.peak import ends_of, find_peak, parts_at, phase_of
+from lightning_gpu_tools.memory.blocks import ends_of, find_peak, parts_at, phase_of
 from lightning_gpu_tools.memory.readings import Block
 
 
@@ -51,6 +51,7 @@ def test_the_parts_at_the_peak_of_a_step() -> None:
         Block(4, -50),
         Block(4, 20, stack=of_program(ADAM)),
     ]
+    events = [event._replace(phase=phase_of(event.stack)) for event in events]
     peak = find_peak(before, events)
     assert (peak.size, peak.reached_by) == (365, peak.blocks[2])
     assert (peak.old, peak.kept) == ({1, 3}, {1, 2, 3, 5})
