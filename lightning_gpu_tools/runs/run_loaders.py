@@ -20,10 +20,9 @@ from lightning_gpu_tools.loaders.inside import Inside
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training.background import SafeReader
-from lightning_gpu_tools.training.cores import growth_per
+from lightning_gpu_tools.training.cores import LONG_WAIT_S, WorkerWatch, growth_per
 from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoaderSettings, LoadingFacts
 from lightning_gpu_tools.training.step_clock import StepClock
-from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
 # Our defaults.
 _MUCH_SLOWER = 1.5  # among loaders that take about as long, the first one is followed

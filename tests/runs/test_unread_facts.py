@@ -15,9 +15,9 @@ from trainings import Model, Samples, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.runs import run_loaders, run_recorder, surroundings
 from lightning_gpu_tools.training import compat, cores, step_clock
+from lightning_gpu_tools.training.cores import WorkerWatch
 from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, StepBlock
-from lightning_gpu_tools.training.worker_watch import WorkerWatch
 from lightning_gpu_tools.types import Report
 
 STEPS = 100

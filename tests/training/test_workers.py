@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import Dataset
 from trainings import HandClock, Samples, loader
 
-from lightning_gpu_tools.training import compat, stacks, worker_watch
+from lightning_gpu_tools.training import compat, cores, stacks
+from lightning_gpu_tools.training.cores import WorkerWatch
 from lightning_gpu_tools.training.run_measurements import LoadingFacts
-from lightning_gpu_tools.training.worker_watch import WorkerWatch
 
 
 class Gated(Dataset[torch.Tensor]):
@@ -68,7 +68,7 @@ class Kernel:
     def __init__(self, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.proc, self.clock = proc, HandClock()
         monkeypatch.setattr(stacks, "_PROC", proc)
-        monkeypatch.setattr(worker_watch, "monotonic", self.clock)
+        monkeypatch.setattr(cores, "monotonic", self.clock)
 
     def observed(
         self,
