@@ -11,8 +11,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.timeline import Series
 from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.training.run_measurements import RankStep
-from lightning_gpu_tools.training.stopwatch import PhaseSpan
+from lightning_gpu_tools.training.run_measurements import PhaseSpan, RankStep
 
 DAY_S = 86_400.0
 _SPANS, _POINTS = 400, 2000

@@ -14,8 +14,7 @@ from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
-from lightning_gpu_tools.training.run_measurements import ACTIVITIES, LoaderResult, RankStep, SourceLine
-from lightning_gpu_tools.training.stopwatch import PhaseSpan
+from lightning_gpu_tools.training.run_measurements import ACTIVITIES, LoaderResult, PhaseSpan, RankStep, SourceLine
 
 FILE_NAME = "gpu_report.json"
 PREVIOUS_NAME = "gpu_report.previous.json"

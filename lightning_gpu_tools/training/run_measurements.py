@@ -5,13 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training import phases
 from lightning_gpu_tools.training.dataset import GrownAttribute, Storage
-from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.memory.readings import MemoryGrowth, RankMemory
@@ -26,6 +25,15 @@ TRAINING_STEP, VALIDATION = phases.TRAINING_STEP, phases.VALIDATION
 _PAUSED = (*phases.PAUSES, *map(phases.rank_wait_in, phases.PAUSES))
 
 MANY_THREADS = 1.5  # our default: runnable threads of a worker: from here on, a library in it has a thread pool
+
+
+class PhaseSpan(NamedTuple):
+    """A part of a run, and the phases that its time was spent on."""
+
+    begin_s: float  # since the start of the run
+    end_s: float
+    phase_s: Mapping[str, float]  # by phase, without the part after a slash; adds up to the span
+    steps: int = 0  # number of steps that began in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,12 +321,11 @@ class HeldContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowSteps:
-    """Steps that took more than twice the median, most of it in the same phase."""
+    """Steps that took more than twice the median, with most of the extra time in the same phase."""
 
     phase: str
     count: int
     seconds: float  # their wall time, including pauses
-    excess_s: float  # time of the phase in these steps beyond its time in other steps
     steps: tuple[int, ...]  # the last 64, in order
     batch_items: float | None = None  # median number of elements in the first tensor of their batches
 

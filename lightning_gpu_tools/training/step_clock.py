@@ -23,8 +23,7 @@ from lightning_gpu_tools.training import phases
 from lightning_gpu_tools.training.cores import ThreadWait
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.run_measurements import IdleTimes, StepBlock, WatchedSteps
-from lightning_gpu_tools.training.step_times import StepTimeRecord
-from lightning_gpu_tools.training.stopwatch import LoaderWaits, PhaseTimeline, Stopwatch
+from lightning_gpu_tools.training.stopwatch import LoaderWaits, PhaseTimeline, StepTimeRecord, Stopwatch
 
 # Steps in which kernels are chosen, caches fill, and workers start.
 WARM_UP_STEPS = 20

@@ -1,23 +1,27 @@
-"""Accounting of time by phase, and a timeline of the phases."""
+"""Accounting of time by phase: totals, a timeline, and the times of training steps in bounded memory."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
+from statistics import median
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
+from lightning_gpu_tools.training.run_measurements import PhaseSpan, SlowSteps, StepTimes
 
-class PhaseSpan(NamedTuple):
-    """A part of a run, and the phases that its time was spent on."""
-
-    begin_s: float  # since the start of the run
-    end_s: float
-    phase_s: Mapping[str, float]  # by phase, without the part after a slash; adds up to the span
-    steps: int = 0  # number of steps that began in it
+_SLOW_TIMES_MEDIAN = 2.0  # gpuprof's rule: steps are uneven if their 99th percentile exceeds this
+# Our defaults.
+_BINS_PER_OCTAVE = 64  # each 1 to 2% wide
+_FIRST_MEDIAN = 8  # steps before the first median
+_MAX_KEPT = 64  # slow steps per phase
+_SEE_BATCH_EVERY = 8  # steps, to sample the usual size
+_WORK_OUT_EVERY = 32  # steps
 
 
 @dataclass(slots=True, eq=False)
@@ -181,3 +185,129 @@ class PhaseTimeline:
             start_s = self._edges[0][0]
             found.append(PhaseSpan(begin_s - start_s, end_s - start_s, spent, steps - steps_before))
         return found
+
+
+class StepTimeRecord:
+    """A record of step times: all steps in bins, and by phase those that took more than twice the median.
+
+    Its memory is bounded. A step only records the time. Durations are computed for many steps at once, while the code
+    is in the processor's caches. ``accounts`` may grow; the ``pauses`` among them do not count as step time.
+    """
+
+    def __init__(self, accounts: Collection[Account], pauses: Collection[Account]) -> None:
+        self.batch_items: int | None = None  # elements in the first tensor of the current batch
+        self.left_out: set[int] = set()  # numbers of steps that the measurement made longer
+        self._accounts = accounts
+        self._pauses = [place for place, account in enumerate(accounts) if account in pauses]
+        self._begun: list[tuple[int, float, int | None, list[float]]] = []
+        self._bins: dict[int, tuple[int, float]] = {}  # number of the bin -> steps, seconds
+        self._count = 0
+        self._longest_s = 0.0
+        self._began_s = 0.0
+        self._step = 0
+        self._first: list[float] = []
+        self._before: list[float] = []
+        self._paused_s = 0.0
+        self._slow_from_s = math.inf  # longer steps count as slow
+        self._next_median = _FIRST_MEDIAN
+        # By phase: the number of slow steps, their wall time, and the last ones with their elements.
+        self._slow_counts: Counter[str] = Counter()
+        self._slow_s: defaultdict[str, float] = defaultdict(float)
+        self._slow: defaultdict[str, deque[tuple[int, int | None]]] = defaultdict(lambda: deque(maxlen=_MAX_KEPT))
+        self._items: deque[int] = deque(maxlen=_MAX_KEPT)
+
+    def begin_step(self, step: int, now_s: float) -> None:
+        """Begin a step, which ends the previous one. Its number repeats if the previous one had no batch."""
+        self._begun.append((step, now_s, self.batch_items, [account.seconds for account in self._accounts]))
+        if len(self._begun) == _WORK_OUT_EVERY:
+            self._work_out()
+
+    def _work_out(self) -> None:
+        begun, self._begun = self._begun, []
+        for step in begun:
+            self._add(*step)
+
+    def _add(self, step: int, now_s: float, items: int | None, spent_s: list[float]) -> None:
+        before, self._before = self._before, spent_s
+        began_s, self._began_s = self._began_s, now_s
+        paused_before_s, self._paused_s = self._paused_s, 0.0
+        for place in self._pauses:
+            self._paused_s += spent_s[place]
+        had_no_batch, self._step = step == self._step, step
+        if not self._first:
+            self._first = self._before
+            return
+        if had_no_batch or step - 1 in self.left_out:
+            return
+        whole_s = now_s - began_s
+        step_s = whole_s - (self._paused_s - paused_before_s)
+        if step_s > self._longest_s:  # faster than max()
+            self._longest_s = step_s
+        fraction, octave = math.frexp(step_s)
+        number = int((octave + 2 * fraction) * _BINS_PER_OCTAVE)
+        steps, seconds = self._bins.get(number, (0, 0.0))
+        self._bins[number] = steps + 1, seconds + step_s
+        self._count += 1
+        if whole_s > self._slow_from_s:
+            self._add_slow(step - 1, whole_s, before, items)
+        elif step % _SEE_BATCH_EVERY == 0 and items is not None:
+            self._items.append(items)
+        if self._count == self._next_median:
+            self._next_median += 1 + self._count // 4
+            self._slow_from_s = _SLOW_TIMES_MEDIAN * _percentile(self._bins, 0.5)
+
+    def _add_slow(self, step: int, whole_s: float, before: list[float], items: int | None) -> None:
+        """Record a slow step, under the phase that took most time beyond its mean."""
+        phase, most_s = "", -math.inf
+        times = zip(self._accounts, self._before, _padded(before), _padded(self._first), strict=False)
+        for account, now_s, before_s, first_s in times:
+            beyond_s = now_s - before_s - (now_s - first_s) / self._count
+            if now_s > before_s and beyond_s > most_s:
+                phase, most_s = account.phase, beyond_s
+        self._slow_counts[phase] += 1
+        self._slow_s[phase] += whole_s
+        self._slow[phase].append((step, items))
+
+    def facts(self) -> StepTimes | None:
+        """Return the step times so far; ``None`` before the second step. Only for the training thread."""
+        self._work_out()
+        if not self._bins:
+            return None
+        return StepTimes(
+            count=self._count,
+            seconds=sum(seconds for _, seconds in self._bins.values()),
+            p50_s=_percentile(self._bins, 0.50),
+            p95_s=_percentile(self._bins, 0.95),
+            max_s=self._longest_s,
+            batch_items=_median(self._items),
+            slow=tuple(
+                SlowSteps(
+                    phase=phase,
+                    count=self._slow_counts[phase],
+                    seconds=self._slow_s[phase],
+                    steps=tuple(step for step, _ in last),
+                    batch_items=_median(items for _, items in last),
+                )
+                for phase, last in self._slow.items()
+            ),
+        )
+
+
+def _median(items: Iterable[int | None]) -> float | None:
+    known = [one for one in items if one is not None]
+    return median(known) if known else None
+
+
+def _padded(seconds: list[float]) -> Iterable[float]:
+    return chain(seconds, repeat(0.0))  # for accounts that did not exist yet
+
+
+def _percentile(bins: Mapping[int, tuple[int, float]], share: float) -> float:
+    """Return the nearest-rank percentile, as the mean of its bin."""
+    rank, of_bin = share * sum(steps for steps, _ in bins.values()), 0.0
+    for number in sorted(bins):
+        steps, seconds = bins[number]
+        of_bin, rank = seconds / steps, rank - steps
+        if rank <= 0:
+            break
+    return of_bin

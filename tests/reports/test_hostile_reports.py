@@ -27,10 +27,10 @@ from lightning_gpu_tools.training.run_measurements import (
     LoaderResult,
     LoaderSettings,
     LoaderTrial,
+    PhaseSpan,
     RankStep,
     SourceLine,
 )
-from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.units import printable_path
 
 SETTINGS = LoaderSettings(

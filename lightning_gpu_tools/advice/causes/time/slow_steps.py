@@ -44,9 +44,10 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     ]
     if not found:
         return
-    slow = max(found, key=lambda group: group.excess_s)
+    slow = max(found, key=lambda group: group.seconds - group.count * times.p50_s)
+    extra_s = slow.seconds - slow.count * times.p50_s
     label, every = label_of(slow.phase, run.activity), _period(slow.steps)
-    share, in_step = min(slow.excess_s / run.wall_s, 1.0), idle_in_step_share(run)
+    share, in_step = min(extra_s / run.wall_s, 1.0), idle_in_step_share(run)
     if base_phase(slow.phase) != TRAINING_STEP:
         share = min(share * exposed_share(run, slow.phase), idle_share(run))
     elif in_step is not None:  # while the GPU is busy, the host may only be waiting for it
@@ -106,9 +107,7 @@ def _with_slow_steps(times: float) -> RunMeasurements:
     """Return 250 steps of 40 ms; every 50th takes ``times`` as long."""
     steps = (50, 100, 150, 200, 250)
     excess_s = len(steps) * (times - 1) * 0.04
-    slow = SlowSteps(
-        phase=TRAINING_STEP, count=len(steps), seconds=len(steps) * times * 0.04, excess_s=excess_s, steps=steps
-    )
+    slow = SlowSteps(phase=TRAINING_STEP, count=len(steps), seconds=len(steps) * times * 0.04, steps=steps)
     facts = StepTimes(count=230, seconds=9.2 + excess_s, p50_s=0.04, p95_s=0.04, max_s=times * 0.04, slow=(slow,))
     run = cpu_run({"training_step": 40.0})
     wall_s = run.wall_s + excess_s
