@@ -154,7 +154,7 @@ class Session:
                 self.background.add(name, job)
             if self._is_monitored and claims.held_claims():
                 self.background.add("Keeping the claim", self._keep_claims)
-            recorder.lines.start()
+            recorder.lines.start(self.clock.thread_id)
             self.threads += recorder.lines, recorder.ranks.exchange
             memory = self.timer.memory
             if memory is not None:

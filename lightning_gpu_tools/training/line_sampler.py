@@ -22,7 +22,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -54,8 +54,6 @@ _worker_loop = compat.find(f"utils.data.{compat.WORKER_LOOP}")  # before any cod
 class _Sampler(BackgroundJobs):
     """A sampler of one thread of this process, running in a separate thread."""
 
-    only_loading: ClassVar[bool] = False  # ignore lines that the loader does not call
-
     def __init__(self) -> None:
         super().__init__()
         self._thread_id = 0
@@ -63,7 +61,8 @@ class _Sampler(BackgroundJobs):
         self._random = random.Random(0)
         self._patches = Patches()
 
-    def _begin(self, thread_id: int) -> None:
+    def start(self, thread_id: int) -> None:
+        """Start sampling a thread."""
         self._thread_id = thread_id
         self.add("Sampling source lines", self._sample)
 
@@ -87,7 +86,7 @@ class _Sampler(BackgroundJobs):
                 phase, frame = self._read_frame()
                 seen = None if frame is None or base_phase(phase) == MONITORING else line_of(frame)
                 del frame  # with the batch in it
-            if seen is not None and (seen.is_loading or not self.only_loading):
+            if seen is not None and (seen.is_loading or phase != IN_WORKER):
                 self._counts.add(phase, seen.file, seen.line, seen.function)
         except BaseException:  # in any case, because the interval applies to the whole program
             self._patches.undo()
@@ -120,10 +119,6 @@ class LineSampler(_Sampler):
         self._taken: Counter[str] = Counter()  # samples by pause; "" for steps
         with frames_kept():
             self._others = set(sys._current_frames())  # threads seen before training or outside backward
-
-    def start(self) -> None:
-        """Start sampling once there are steady steps."""
-        self._begin(self._clock.thread_id)
 
     @override
     def _wait_s(self) -> float:
@@ -165,13 +160,11 @@ class LineSampler(_Sampler):
 class _WorkerSampler(_Sampler):
     """A sampler of this process, a worker, for 10 s, which saves the lines to a file."""
 
-    only_loading = True
-
     def __init__(self, folder: str) -> None:
         super().__init__()
         self._path = os.path.join(folder, f"{os.getpid()}.json")
         self._taken = -1
-        self._begin(threading.get_ident())
+        self.start(threading.get_ident())
 
     @override
     def _wait_s(self) -> float:

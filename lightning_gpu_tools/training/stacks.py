@@ -19,6 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.processes import TICKS_PER_S, read_kernel_file
 from lightning_gpu_tools.training import compat
@@ -234,17 +236,6 @@ _EQUAL_SIZES = (
     "reduce_scatter",
     "reduce_scatter_tensor",
 )
-# c10's names of the types whose torch names are not the same in lower case.
-_DTYPES = {
-    "Double": "float64",
-    "Float": "float32",
-    "Half": "float16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-}
 
 
 def called_collectives() -> tuple[GroupCalls, ...]:
@@ -276,7 +267,8 @@ def called_collectives() -> tuple[GroupCalls, ...]:
 def _call(entry: dict[str, Any], operation: str) -> Call:
     text = operation
     if operation in _EQUAL_SIZES and entry["input_sizes"]:
-        (dtype, *_), count = entry["input_dtypes"], sum(map(math.prod, entry["input_sizes"]))
-        text += f" of {count:,} {_DTYPES.get(dtype, dtype.lower())} number{'s' * (count != 1)}"
+        name, count = entry["input_dtypes"][0].lower(), sum(map(math.prod, entry["input_sizes"]))
+        dtype = str(getattr(torch, name, name)).removeprefix("torch.")  # torch.float is torch.float32
+        text += f" of {count:,} {dtype} number{'s' * (count != 1)}"
     is_done = bool(entry["retired"]) or entry["state"] == "completed"
     return Call(int(entry["collective_seq_id"]), text, is_done)
