@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.memory.readings import MemoryHoldings, MemoryLine, MemoryReading, RankMemory
@@ -38,34 +38,6 @@ _FIELDS = {
 _OTHER_PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 _WORKERS = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|is killed by signal: Killed)"
-)
-
-
-class _Kind(NamedTuple):
-    pattern: str
-    source: Source
-    name: str
-    is_certain: bool = True
-
-
-# The first match counts.
-_KINDS = (
-    _Kind(r"(?:CUDA|HIP) out of memory|would exceed allowed memory", "allocator", "torch"),
-    _Kind(r"CUBLAS_STATUS_ALLOC_FAILED", "library", "cuBLAS"),
-    _Kind(r"CUDNN_STATUS_ALLOC_FAILED", "library", "cuDNN"),
-    _Kind(r"(?i)nccl[\s\S]*out of memory|out of memory[\s\S]*nccl", "library", "NCCL"),
-    # These can also mean a wrong index in an earlier kernel, or libraries that do not match.
-    _Kind(r"CUBLAS_STATUS_NOT_INITIALIZED", "library", "cuBLAS", is_certain=False),
-    _Kind(r"CUDNN_STATUS_NOT_INITIALIZED|valid cuDNN algorithm", "library", "cuDNN", is_certain=False),
-    _Kind(r"handles_\.at\(i\)", "library", "CUDA", is_certain=False),
-    _Kind(r"(?:CUDA(?: driver)?|Triton|HIP) [Ee]rror(?: \[CUDA\])?: out of memory", "driver", "CUDA"),
-    # Other limits have similar texts, such as that on locked memory ("ibv_reg_mr failed: Cannot allocate memory").
-    _Kind(
-        r"DefaultCPUAllocator|Unable to allocate \S+ \w+ for an array|\[Errno 12\]|Cannot allocate memory \(12\)",
-        "host",
-        "the program",
-    ),
-    _Kind(_WORKERS.pattern, "host", "the program", is_certain=False),
 )
 
 
@@ -114,6 +86,26 @@ class OutOfMemory:
     oom_kills: int = 0  # by the kernel, during the run
 
 
+OF_HOST = OutOfMemory(source="host", name="the program")
+# What a pattern in a text means; the first match counts.
+_KINDS = {
+    r"(?:CUDA|HIP) out of memory|would exceed allowed memory": OutOfMemory(),
+    r"CUBLAS_STATUS_ALLOC_FAILED": OutOfMemory(source="library", name="cuBLAS"),
+    r"CUDNN_STATUS_ALLOC_FAILED": OutOfMemory(source="library", name="cuDNN"),
+    r"(?i)nccl[\s\S]*out of memory|out of memory[\s\S]*nccl": OutOfMemory(source="library", name="NCCL"),
+    # These can also mean a wrong index in an earlier kernel, or libraries that do not match.
+    r"CUBLAS_STATUS_NOT_INITIALIZED": OutOfMemory(source="library", name="cuBLAS", is_certain=False),
+    r"CUDNN_STATUS_NOT_INITIALIZED|valid cuDNN algorithm": OutOfMemory(
+        source="library", name="cuDNN", is_certain=False
+    ),
+    r"handles_\.at\(i\)": OutOfMemory(source="library", name="CUDA", is_certain=False),
+    r"(?:CUDA(?: driver)?|Triton|HIP) [Ee]rror(?: \[CUDA\])?: out of memory": OutOfMemory(source="driver", name="CUDA"),
+    # Other limits have similar texts, such as that on locked memory ("ibv_reg_mr failed: Cannot allocate memory").
+    r"DefaultCPUAllocator|Unable to allocate \S+ \w+ for an array|\[Errno 12\]|Cannot allocate memory \(12\)": OF_HOST,
+    _WORKERS.pattern: replace(OF_HOST, is_certain=False),
+}
+
+
 def out_of_memory(error: BaseException) -> OutOfMemory | None:
     """Return what the text of an error, or of an error in its chain, says; ``None`` if it is not about memory."""
     for one in _chain(error):
@@ -122,9 +114,9 @@ def out_of_memory(error: BaseException) -> OutOfMemory | None:
         if ("torch", "OutOfMemoryError") in classes:
             return parse(text) or OutOfMemory()
         if isinstance(one, MemoryError):
-            return parse(text) or OutOfMemory(source="host", name="the program")
+            return parse(text) or OF_HOST
         if isinstance(one, (ConnectionResetError, EOFError)):  # a worker exited while it sent a batch
-            return OutOfMemory(source="host", name="the program", is_certain=False)
+            return replace(OF_HOST, is_certain=False)
         # An error of the user's program may quote such a text, and one of a file may have its name.
         of_memory = one.errno in (None, errno.ENOMEM) if isinstance(one, OSError) else isinstance(one, RuntimeError)
         if of_memory and (found := parse(text)) is not None:
@@ -143,7 +135,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def parse(text: str) -> OutOfMemory | None:
     """Return what the text of an error says about memory; ``None`` if it says nothing."""
-    kind = next((kind for kind in _KINDS if re.search(kind.pattern, text)), None)
+    kind = next((kind for pattern, kind in _KINDS.items() if re.search(pattern, text)), None)
     if kind is None:
         return None
     sizes = {name: _size(re.search(pattern, text)) for name, pattern in _FIELDS.items()}
@@ -158,10 +150,8 @@ def parse(text: str) -> OutOfMemory | None:
             own_bytes, own_pid = min(large)
             del others[own_pid]
     workers = _WORKERS.search(text)
-    return OutOfMemory(
-        source=kind.source,
-        name=kind.name,
-        is_certain=kind.is_certain,
+    return replace(
+        kind,
         requested_bytes=sizes["requested_bytes"] or 0,
         total_bytes=sizes["total_bytes"],
         free_bytes=sizes["free_bytes"],

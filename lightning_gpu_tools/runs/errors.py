@@ -28,6 +28,7 @@ from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.memory.holdings import count_holdings
 from lightning_gpu_tools.memory.out_of_memory import (
     LOADING_CHECKPOINT,
+    OF_HOST,
     SETUP,
     OutOfMemory,
     largest_first,
@@ -89,7 +90,7 @@ def message_of(error: BaseException, exits: Sequence[WorkerExit]) -> OutOfMemory
     message = out_of_memory(error)
     killed = tuple(one.pid for one in exits if one.exitcode == -signal.SIGKILL)
     if killed and (message is None or message.source == "host"):
-        return OutOfMemory(source="host", name="the program", is_certain=False, workers=killed)
+        return replace(OF_HOST, is_certain=False, workers=killed)
     return message
 
 

@@ -190,7 +190,7 @@ class FitTimer(Timer):
     def _measure_gpu_steps(self, device: torch.device, run: str, first_part: str) -> tuple[GpuTimeline, MemoryCounters]:
         gpu = self.rank_waits.gpu = self.clock.measure_gpu(device)
         memory = self.memory = MemoryCounters(self._run, self.clock)
-        self.patches.put(torch.cuda, "CUDAGraph.replay", partial(before, gpu.note_replay))
+        self.patches.put(torch.cuda, "CUDAGraph.replay", partial(before, self.clock.note_replay))
         self._wrap(run, partial(_measured_step, self.clock, gpu, memory, self._ending, first_part))
         return gpu, memory
 

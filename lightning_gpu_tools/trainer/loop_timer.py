@@ -103,7 +103,7 @@ class LoopTimer(Timer):
             put(torch.distributed, "Work.wait", self.rank_waits.timed)
         put(torch.autograd, "backward", self._timed_backward)
         if self._gpu is not None:
-            put(torch.cuda, "CUDAGraph.replay", partial(before, self._gpu.note_replay))
+            put(torch.cuda, "CUDAGraph.replay", partial(before, self.clock.note_replay))
         if self._fabric is not None:
             copy = partial(clock.timed, phases.HOST_TO_DEVICE_COPY, except_in=phases.VALIDATION)
             put(sys.modules[f"{family_of(self._fabric)}.wrappers"], MOVE_BATCH, copy)

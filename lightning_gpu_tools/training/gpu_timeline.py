@@ -80,7 +80,6 @@ class GpuTimeline:
     ) -> None:
         """``own_work`` charges its calls to this package; ``leave_out`` exempts the next two steps from being slow."""
         self.samples = 0  # read so far
-        self.replays = 0  # of CUDA graphs
         self.syncs = SyncLines(gpu, clock, self._synced)
         self._gpu = gpu
         self._clock = clock
@@ -125,10 +124,6 @@ class GpuTimeline:
         self._steps_to_sample -= 1
         if self._steps_to_sample <= 0:
             self._own_work(self._guard, self._step_ended)
-
-    def note_replay(self) -> None:
-        """Count the replay of a CUDA graph."""
-        self.replays += 1
 
     def part(self, phase: str, function: _Function) -> _Function:
         """Wrap a function that runs a part of a step to mark its start and end. Parts may be nested."""

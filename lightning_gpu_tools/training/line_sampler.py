@@ -18,7 +18,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -35,7 +34,7 @@ from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.dataset import DatasetGrowth, GrownAttribute
 from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, MONITORING, PAUSES, base_phase, is_backward
 from lightning_gpu_tools.training.run_measurements import SourceLine
-from lightning_gpu_tools.training.source_lines import LineCounts, line_of
+from lightning_gpu_tools.training.source_lines import Place, line_of, lines_of
 from lightning_gpu_tools.training.stacks import WorkerStacks, write_stack_at_signal
 from lightning_gpu_tools.training.step_clock import StepClock
 
@@ -57,7 +56,7 @@ class _Sampler(BackgroundJobs):
     def __init__(self) -> None:
         super().__init__()
         self._thread_id = 0
-        self._counts = LineCounts()
+        self._samples: Counter[Place] = Counter()
         self._random = random.Random(0)
         self._patches = Patches()
 
@@ -87,7 +86,7 @@ class _Sampler(BackgroundJobs):
                 seen = None if frame is None or base_phase(phase) == MONITORING else line_of(frame)
                 del frame  # with the batch in it
             if seen is not None and (seen.is_loading or phase != IN_WORKER):
-                self._counts.add(phase, seen.file, seen.line, seen.function)
+                self._samples[phase, seen.file, seen.line, seen.function] += 1
         except BaseException:  # in any case, because the interval applies to the whole program
             self._patches.undo()
             raise
@@ -153,7 +152,7 @@ class LineSampler(_Sampler):
 
     def seen(self, worker_pids: Collection[int]) -> tuple[SourceLine, ...]:
         """Return the sampled lines of the training thread and of these workers, most frequent first."""
-        lines = [*self._counts.lines(), *self._workers.lines(worker_pids)]
+        lines = [*lines_of(self._samples), *self._workers.lines(worker_pids)]
         return tuple(sorted(lines, key=lambda one: -one.samples))
 
 
@@ -178,9 +177,9 @@ class _WorkerSampler(_Sampler):
         return IN_WORKER, sys._current_frames().get(self._thread_id)
 
     def _save(self) -> None:
-        if lines := self._counts.lines():
+        if self._samples:
             with open(f"{self._path}.part", "w") as file:
-                json.dump([asdict(one) for one in lines], file)
+                json.dump([(*place, count) for place, count in self._samples.items()], file)
             os.replace(file.name, self._path)
 
     @override
@@ -243,12 +242,12 @@ class WorkerLines:
         """Return the lines sampled in these workers so far, without workers of validation or of a trial."""
         if self._folder is None:
             return self._lines
-        counts = LineCounts()
+        samples: Counter[Place] = Counter()
         with suppress(OSError, ValueError):  # a cleanup program removed them
             for name in {f"{pid}.json" for pid in pids}.intersection(os.listdir(self._folder)):
-                for one in json.loads(Path(self._folder, name).read_text()):
-                    counts.add(**one)
-            self._lines = counts.lines()
+                for phase, file, line, function, count in json.loads(Path(self._folder, name).read_text()):
+                    samples[phase, file, line, function] += count
+            self._lines = lines_of(samples)
         return self._lines
 
     def grown(self, pids: Collection[int]) -> list[GrownAttribute]:

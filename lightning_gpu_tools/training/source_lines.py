@@ -41,22 +41,15 @@ class Seen(NamedTuple):
     is_loading: bool  # torch's loader was getting samples from the program
 
 
-class LineCounts:
-    """Number of samples of each line in each phase."""
+Place = tuple[str, str, int, str]  # phase, file, line, and function
 
-    def __init__(self) -> None:
-        self._samples: Counter[tuple[str, str, int, str]] = Counter()
 
-    def add(self, phase: str, file: str, line: int, function: str, samples: int = 1) -> None:
-        """Add samples of one line."""
-        self._samples[phase, file, line, function] += samples
-
-    def lines(self) -> list[SourceLine]:
-        """Return the lines, most frequent first. Safe in any thread."""
-        return [
-            SourceLine(phase=phase, file=file, line=line, function=function, samples=samples)
-            for (phase, file, line, function), samples in self._samples.copy().most_common(_MAX_LINES)
-        ]
+def lines_of(samples: Counter[Place]) -> list[SourceLine]:
+    """Return the lines with these numbers of samples, most frequent first. Safe in any thread."""
+    return [
+        SourceLine(phase=phase, file=file, line=line, function=function, samples=count)
+        for (phase, file, line, function), count in samples.copy().most_common(_MAX_LINES)
+    ]
 
 
 def stack_of(frames: Iterable[tuple[FrameType, int]]) -> list[dict[str, Any]]:
@@ -136,7 +129,7 @@ class SyncLines:
         self._synced = synced
         self._steps = 0
         self._operations = 0
-        self._lines = LineCounts()
+        self._waits: Counter[Place] = Counter()
         self._patches = Patches()
         self._is_recording = False
         self._thread = 0
@@ -146,7 +139,7 @@ class SyncLines:
         """Return the waits so far; ``None`` before the first step."""
         if not self._steps:
             return None
-        syncs = tuple(self._lines.lines())
+        syncs = tuple(lines_of(self._waits))
         return WatchedSteps(steps=self._steps, operations=self._operations / self._steps, syncs=syncs)
 
     def start(self) -> None:
@@ -194,7 +187,7 @@ class SyncLines:
         if threading.get_ident() == self._thread and base_phase(phase) != MONITORING:
             self._synced()  # first, because the GPU is idle now
             if (seen := line_of(frame)) is not None:
-                self._lines.add(phase, seen.file, seen.line, seen.function)
+                self._waits[phase, seen.file, seen.line, seen.function] += 1
 
     def _count(self) -> int:
         """Return the number of GPU memory allocations by torch: about one per operation."""

@@ -50,6 +50,7 @@ class StepClock(Stopwatch):
         self.validations = 0  # number started
         self.validation_waits = LoaderWaits(clock)
         self.checkpoints = 0  # number of steps after which any were written
+        self.replays = 0  # of CUDA graphs
         self._checkpoint_step = -1
         self._core_wait: ThreadWait | None = None  # None before training, or with a clock other than the kernel's
         self.running = False
@@ -160,10 +161,9 @@ class StepClock(Stopwatch):
         self.checkpoints += self.steps != self._checkpoint_step
         self._checkpoint_step = self.steps
 
-    @property
-    def replays(self) -> int:
-        """Number of CUDA graphs replayed so far."""
-        return 0 if self._gpu is None else self._gpu.replays
+    def note_replay(self) -> None:
+        """Count the replay of a CUDA graph."""
+        self.replays += 1
 
     def gpu_idle(self) -> IdleTimes | None:
         """Return the GPU's idle time between sampled steps; ``None`` without samples."""
