@@ -35,7 +35,6 @@ PURE = [
     "advice/*",
     "advice/causes/*",
     "advice/causes/*/*",
-    "memory/caching_allocator",
     "memory/readings",
     "selection/ranking",
     "selection/visibility",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.memory.caching_allocator import CachingAllocator, block_size
+from lightning_gpu_tools.advice.batch_size import CachingAllocator, block_size
 from lightning_gpu_tools.memory.readings import Block
 
 MIB = 2**20

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from trainings import Boom, Samples, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor
+from lightning_gpu_tools.advice.batch_size import CachingAllocator
 from lightning_gpu_tools.memory.blocks import segments
-from lightning_gpu_tools.memory.caching_allocator import CachingAllocator
 from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
 
