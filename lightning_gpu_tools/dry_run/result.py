@@ -164,54 +164,52 @@ def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -
 
     ``torch`` is the folder of the torch for which the simulated GPUs were made.
     """
-    if not records:
-        if code:
-            return Judgment(
-                "cannot_be_told",
-                why_not=f"The command ended with {_ending(code)} before it imported torch. See its output.",
-            )
-        return Judgment(
-            "cannot_be_told",
-            why_not="The command ended without importing torch. Python processes started with -S, -I or -E, or without "
-            "PYTHONPATH, cannot be recorded.",
-        )
-    for record in records:
-        if record.outcome == "broken":
-            return Judgment("cannot_be_told", why_not=f"The recording of a process failed: {record.error}")
-        if record.torch != torch:
-            why = (
-                f"The command uses the torch in {record.torch}, but the simulated GPUs are made for the torch in "
-                f"{torch}. Install lightning-gpu-tools in the command's Python environment, and run dry-run from there."
-            )
-            return Judgment("cannot_be_told", why_not=why)
+    why_not = _why_not_recorded(code, records, torch)
+    if why_not:
+        return Judgment("cannot_be_told", why_not=why_not)
     if code in _ABORTED and all(record.outcome != "running" and not record.error for record in records):
         code = 0  # after its end: torch's threads may lose a race with Python's shutdown
     fullest = max(records, key=lambda record: (record.outcome == "complete", record.steps, record.peak_reserved_bytes))
-    if fullest.outcome == "complete":
-        if not fullest.uses_gpu:
-            return Judgment(
-                "cannot_be_told",
-                why_not=f"The command completed {plural(fullest.steps, 'training step')} without using a GPU.",
-            )
-        return Judgment("fits", fullest)
     failed = max(records, key=lambda record: record.failures)
     error = next((record.error for record in records if record.error), "")
-    if (code or error) and (failed.failures or "out of memory" in error):
-        return Judgment("does_not_fit", failed)
-    if code or error:
+    on_gpu = [record for record in records if record.uses_gpu]
+    if fullest.outcome == "complete":
+        if fullest.uses_gpu:
+            return Judgment("fits", fullest)
+        why_not = f"The command completed {plural(fullest.steps, 'training step')} without using a GPU."
+    elif code or error:
+        if failed.failures or "out of memory" in error:
+            return Judgment("does_not_fit", failed)
         remedy, too_few = "A real GPU may give the same error.", _TOO_FEW_GPUS.search(error)
         if too_few is not None:
             count = 2 if too_few[1] is None else int(too_few[1]) + 1
             remedy = f"Simulate as many GPUs as the command uses: add -n {count} to dry-run."
-        return Judgment(
-            "cannot_be_told",
-            why_not=f"The command ended with {error or _ending(code)} {_after(fullest.steps)}. {remedy}",
+        why_not = f"The command ended with {error or _ending(code)} {_after(fullest.steps)}. {remedy}"
+    elif on_gpu:
+        return Judgment("fits", max(on_gpu, key=lambda record: record.peak_reserved_bytes))
+    else:
+        why_not = "The command did not use a GPU."
+    return Judgment("cannot_be_told", why_not=why_not)
+
+
+def _why_not_recorded(code: int, records: Sequence[ProcessRecord], torch: str) -> str:
+    """Return why there is no usable record; empty if there is one."""
+    if not records and code:
+        return f"The command ended with {_ending(code)} before it imported torch. See its output."
+    if not records:
+        return (
+            "The command ended without importing torch. Python processes started with -S, -I or -E, or without "
+            "PYTHONPATH, cannot be recorded."
         )
-    if not any(record.uses_gpu for record in records):
-        return Judgment("cannot_be_told", why_not="The command did not use a GPU.")
-    return Judgment(
-        "fits", max((record for record in records if record.uses_gpu), key=lambda record: record.peak_reserved_bytes)
-    )
+    for record in records:
+        if record.outcome == "broken":
+            return f"The recording of a process failed: {record.error}"
+        if record.torch != torch:
+            return (
+                f"The command uses the torch in {record.torch}, but the simulated GPUs are made for the torch in "
+                f"{torch}. Install lightning-gpu-tools in the command's Python environment, and run dry-run from there."
+            )
+    return ""
 
 
 def _ending(code: int) -> str:

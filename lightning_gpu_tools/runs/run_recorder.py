@@ -27,7 +27,7 @@ from lightning_gpu_tools.runs.run_gpus import RunGpus, mean_utilization
 from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import SafeReader
-from lightning_gpu_tools.training.cores import CoreUse, CoreUsers
+from lightning_gpu_tools.training.cores import CoreUse, CoreUsers, in_reach
 from lightning_gpu_tools.training.dataset import DatasetGrowth, Storage, path_of_data, storage_of
 from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.run_measurements import (
@@ -264,6 +264,7 @@ class RunRecorder:
             loading or LoadingFacts(),
             knows_core_wait=bool(clock.knows_core_wait),
         )
+        cores = read("the use of the cores", core_facts, None)
         batch_sizes = [self.largest_batch_size, *self.ranks.batch_sizes] if self._on_gpu else []
         loader_began, loader_now, wait_share = self.loaders.followed()
         windows = self.gpus.windows()
@@ -281,7 +282,7 @@ class RunRecorder:
             phase_s=phase_s,
             blocks=tuple(clock.blocks),
             step_times=clock.times.facts(),
-            host=self.cores.budget(now),
+            host=in_reach(now.budget, cores),
             on_gpu=self._on_gpu,
             utilization_percent=mean_utilization(windows),
             own_utilization_percent=read("the GPU's utilization", partial(self.gpus.own_utilization, windows), None),
@@ -295,7 +296,7 @@ class RunRecorder:
             loading=loading,
             storage=self._storage,
             checkpoint_storage=self._checkpoint_storage,
-            cores=read("the use of the cores", core_facts, None),
+            cores=cores,
             gpu=mean_window(windows) if run.gpus else None,
             compute_capability=None
             if run.gpu is None

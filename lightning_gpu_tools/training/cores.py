@@ -199,30 +199,16 @@ class CoreUse:
             threads=read("the runnable threads", thread_times, {}),
         )
 
-    def budget(self, now: HostReading) -> HostBudget:
-        """Return what this job may use, and how many cores it could use while other jobs run."""
-        used, idle = self._used_and_idle(now)
-        if used is None or idle is None:
-            return now.budget
-        of_training = used - (0.0 if self.users.children is None else self.users.children.cores)
-        return replace(now.budget, cores_in_reach=cores_in_reach(now.budget.cores, of_training + idle))
-
-    def _used_and_idle(self, now: HostReading) -> tuple[float | None, float | None]:
-        """Return the mean numbers of this job's cores that it used, and that were idle."""
-        began, elapsed_s = self.began, now.at_s - self.began.at_s
-        by_workers = growth_per(elapsed_s, began.children_cpu_s, now.children_cpu_s)
-        by_this = (now.own_cpu_s - began.own_cpu_s) / elapsed_s
-        used = None if by_workers is None else self._local_ranks * (by_this + by_workers)
-        return used, growth_per(elapsed_s, began.idle_cpu_s, now.idle_cpu_s)
-
     def facts(
         self, now: HostReading, steady: StepBlock, workers: int, loading: LoadingFacts, *, knows_core_wait: bool
     ) -> CoreFacts | None:
         """Return the use of the cores up to ``now``, given the steady steps; ``None`` if it cannot be counted."""
         began, elapsed_s = self.began, now.at_s - self.began.at_s
-        used, idle = self._used_and_idle(now)
-        if used is None or idle is None:
+        by_workers = growth_per(elapsed_s, began.children_cpu_s, now.children_cpu_s)
+        idle = growth_per(elapsed_s, began.idle_cpu_s, now.idle_cpu_s)
+        if by_workers is None or idle is None:
             return None
+        used = self._local_ranks * ((now.own_cpu_s - began.own_cpu_s) / elapsed_s + by_workers)
         affinity = affinity_cores()
         of_workers = workers * (loading.runnable_threads or 0.0)
         runnable = sum(added_times(began.threads, now.threads)) / elapsed_s + of_workers
@@ -237,6 +223,15 @@ class CoreUse:
             other=self.users.other,
             children=self.users.children,
         )
+
+
+def in_reach(budget: HostBudget, use: CoreFacts | None) -> HostBudget:
+    """Return what this job may use, with how many cores it could use while other programs and children run."""
+    if use is None:
+        return budget
+    by_children = 0.0 if use.children is None else use.children.cores
+    left = use.affinity_cores - use.others_cores - by_children
+    return replace(budget, cores_in_reach=cores_in_reach(budget.cores, left))
 
 
 def growth_per(amount: float, before: float | None, now: float | None) -> float | None:

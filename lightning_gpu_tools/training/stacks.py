@@ -118,11 +118,8 @@ def _folder(pid: int, thread: int | None) -> tuple[object, ...]:
 
 def memory_stall_percent() -> float:
     """Return the percentage of the last ten seconds in which all tasks waited for memory; 0 if unknown."""
-    for line in read_proc("pressure", "memory").splitlines():
-        kind, average, *_ = line.split()
-        if kind == "full":
-            return float(average.partition("=")[2])
-    return 0.0
+    found = re.search(r"^full avg10=(\S+)", read_proc("pressure", "memory"), re.MULTILINE)
+    return 0.0 if found is None else float(found[1])
 
 
 # Owner of a file's code. In `fetch`, torch's loader calls the program; in `trainer`, the Trainer does.
