@@ -48,16 +48,13 @@ def own_store() -> Any:
 
     Without it, a stalled rank does not get the state of the others.
     """
-    store = bare = default_store()
+    store = default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
     distributed: Any = torch.distributed  # only partly typed
-    while hasattr(bare, "underlying_store"):
-        bare = bare.underlying_store
-    if bare is None or not isinstance(bare, distributed.TCPStore):
+    if store is None or not isinstance(store, distributed.TCPStore):
         return None
-    clone = getattr(store, "clone", None)
-    if clone is not None:
-        return clone()
-    return distributed.TCPStore(bare.host, bare.port, is_master=False, wait_for_workers=False)
+    return distributed.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
 
 
 _COLLECTIVE_RECORDS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # gloo's, since torch 2.8; NCCL's, since 2.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -36,10 +35,10 @@ class GrownAttribute(NamedTuple):
 class DatasetGrowth:
     """A record of what grows in a dataset in this process, from the first reading on."""
 
-    def __init__(self, dataset: Callable[[], object], path: str | None = None) -> None:
-        """``dataset`` returns ``None`` until it is known; what has grown is written to ``path``."""
+    def __init__(self, dataset: Callable[[], object]) -> None:
+        """``dataset`` returns ``None`` until it is known."""
         self.grown: list[GrownAttribute] = []
-        self._dataset, self._path = dataset, path
+        self._dataset = dataset
         self._first: dict[str, tuple[int, int]] | None = None
 
     def poll(self) -> float:
@@ -54,10 +53,6 @@ class DatasetGrowth:
             first = self._first = self._first or now
             grown = (GrownAttribute(name, first.get(name, (0, 0))[0], *now[name], worker) for name in now)
             self.grown = [item for item in grown if item.now_bytes - item.before_bytes >= _MIN_GROWTH_BYTES]
-        if self._path is not None and self.grown:
-            with open(f"{self._path}.part", "w") as file:
-                json.dump(self.grown, file)
-            os.replace(file.name, self._path)
         return _EVERY_S
 
 

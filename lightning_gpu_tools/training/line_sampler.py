@@ -157,13 +157,15 @@ class LineSampler(_Sampler):
 
 
 class _WorkerSampler(_Sampler):
-    """A sampler of this process, a worker, for 10 s, which saves the lines to a file."""
+    """A sampler of this process, a worker, for 10 s. Saves the lines, and what grows in its dataset, to a file."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
         self._path = os.path.join(folder, f"{os.getpid()}.json")
         self._taken = -1
+        self._growth = DatasetGrowth(lambda: getattr(torch.utils.data.get_worker_info(), "dataset", None))
         self.start(threading.get_ident())
+        self.add("Measuring the dataset", self._measure_dataset)
 
     @override
     def _wait_s(self) -> float:
@@ -176,10 +178,16 @@ class _WorkerSampler(_Sampler):
     def _read_frame(self) -> tuple[str, FrameType | None]:
         return IN_WORKER, sys._current_frames().get(self._thread_id)
 
+    def _measure_dataset(self) -> float:
+        wait_s = self._growth.poll()
+        if self._growth.grown:
+            self._save()
+        return wait_s
+
     def _save(self) -> None:
-        if self._samples:
+        if self._samples or self._growth.grown:
             with open(f"{self._path}.part", "w") as file:
-                json.dump([(*place, count) for place, count in self._samples.items()], file)
+                json.dump([[(*place, count) for place, count in self._samples.items()], self._growth.grown], file)
             os.replace(file.name, self._path)
 
     @override
@@ -198,8 +206,6 @@ def _sampled_loop(folder: str, stacks: str, *args: Any, **kwargs: Any) -> Any:
         own.touch()
         if sum(name.endswith(".json") for name in os.listdir(folder)) < _MAX_WORKERS:
             sampler = _WorkerSampler(folder)
-            growth = DatasetGrowth(lambda: getattr(torch.utils.data.get_worker_info(), "dataset", None), f"{own}.grown")
-            sampler.add("Measuring the dataset", growth.poll)
     try:
         return _worker_loop(*args, **kwargs)
     finally:
@@ -210,7 +216,7 @@ def _sampled_loop(folder: str, stacks: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class WorkerLines:
-    """The sampled lines of all workers that start while this is open, each in a file of a temporary folder.
+    """What all workers that start while this is open sample, each in a file of a temporary folder.
 
     The folder also has an empty file for each worker that is running, with its PID as name. They also write their stack
     on demand, and add the index of the sample to errors of the dataset.
@@ -219,7 +225,7 @@ class WorkerLines:
     def __init__(self) -> None:
         self.stacks = WorkerStacks()
         self._folder: str | None = None
-        self._lines: list[SourceLine] = []
+        self._saved: dict[int, tuple[Any, Any]] = {}  # by PID: lines, and what has grown
 
     def sampled(self, loop: Any) -> Any:
         """Return the loop for workers to run instead of torch's own. Return any other loop unchanged."""
@@ -240,24 +246,22 @@ class WorkerLines:
 
     def lines(self, pids: Collection[int]) -> list[SourceLine]:
         """Return the lines sampled in these workers so far, without workers of validation or of a trial."""
-        if self._folder is None:
-            return self._lines
         samples: Counter[Place] = Counter()
-        with suppress(OSError, ValueError):  # a cleanup program removed them
-            for name in {f"{pid}.json" for pid in pids}.intersection(os.listdir(self._folder)):
-                for phase, file, line, function, count in json.loads(Path(self._folder, name).read_text()):
-                    samples[phase, file, line, function] += count
-            self._lines = lines_of(samples)
-        return self._lines
+        for lines, _ in self._read(pids):
+            for phase, file, line, function, count in lines:
+                samples[phase, file, line, function] += count
+        return lines_of(samples)
 
     def grown(self, pids: Collection[int]) -> list[GrownAttribute]:
         """Return what has grown of the dataset in these workers."""
-        found: list[GrownAttribute] = []
-        for pid in pids:
-            with suppress(OSError, ValueError):  # nothing has, or a cleanup program removed it
-                written = json.loads(Path(f"{self._folder}/{pid}.grown").read_text())
-                found += (GrownAttribute(*fields) for fields in written)
-        return found
+        return [GrownAttribute(*fields) for _, grown in self._read(pids) for fields in grown]
+
+    def _read(self, pids: Collection[int]) -> list[tuple[Any, Any]]:
+        if self._folder is not None:
+            with suppress(OSError, ValueError):  # a cleanup program removed them
+                for name in {f"{pid}.json" for pid in pids}.intersection(os.listdir(self._folder)):
+                    self._saved[int(name.removesuffix(".json"))] = json.loads(Path(self._folder, name).read_text())
+        return [self._saved[pid] for pid in pids if pid in self._saved]
 
     def close(self) -> None:
         """Remove the files. Lines already read remain available."""
