@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 import sysconfig
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.memory import blocks
-from lightning_gpu_tools.memory.blocks import by_line, events_with_growth, find_peak, with_phases
+from lightning_gpu_tools.memory.blocks import (
+    by_line,
+    ends_of,
+    events_with_growth,
+    find_peak,
+    parts_at,
+    phase_of,
+    with_phases,
+)
 from lightning_gpu_tools.memory.holdings import workspace_sizes
 from lightning_gpu_tools.memory.readings import Block, MemoryLine
 
@@ -116,3 +124,65 @@ def test_blocks_of_a_fixed_size_do_not_grow() -> None:
     events = [Block(1, 1000), Block(2, 1001), Block(3, 1000), Block(3, -1000)]
     found = events_with_growth(with_phases(events, (3, 3)), (), is_mixed=False, fixed={1000})
     assert [event.grows for event in found[:3]] == [False, True, True]
+
+
+# In a dry run, phases are those of the stacks
+
+
+def stack(*frames: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"filename": file, "line": 1, "name": function} for file, function in frames]
+
+
+def of_program(*frames: tuple[str, str]) -> list[dict[str, Any]]:
+    return stack(*frames, ("/home/train.py", "<module>"))
+
+
+TRAINED = ("/home/train.py", "forward")
+LAYER = ("/site-packages/torch/nn/modules/linear.py", "forward")
+ADAM = ("/site-packages/torch/optim/adam.py", "step")
+ENGINE = ("/site-packages/torch/autograd/graph.py", "_engine_run_backward")
+FOREACH = ("/site-packages/torch/utils/_foreach_utils.py", "group")
+RECOMPUTED = ("/site-packages/torch/utils/checkpoint.py", "unpack_hook")
+DDP = ("/site-packages/torch/nn/parallel/distributed.py", "_ddp_init_helper")
+
+
+@pytest.mark.parametrize(
+    ("frames", "phase"),
+    [
+        (of_program(LAYER, TRAINED), "forward"),
+        (stack(LAYER, ("/lib/python3/threading.py", "_bootstrap")), "forward"),  # as in DataParallel
+        (of_program(FOREACH, ADAM, TRAINED), "optimizer"),
+        (of_program(ENGINE, TRAINED), "backward"),
+        (of_program(LAYER, TRAINED, RECOMPUTED), "backward"),
+        (stack(("/site-packages/torch/_native/registry.py", "eager_router")), "backward"),
+    ],
+)
+def test_the_phase_of_an_allocation(frames: list[dict[str, Any]], phase: str) -> None:
+    assert phase_of(frames) == phase
+
+
+def test_the_parts_at_the_peak_of_a_step() -> None:
+    forward = of_program(LAYER, TRAINED)
+    before = {1: Block(1, 100, stack=forward), 2: Block(2, 10, stack=forward), 3: Block(3, 7, stack=of_program(DDP))}
+    events = [
+        Block(4, 50, stack=forward),
+        Block(5, 8, stack=forward),  # a workspace, which stays
+        Block(2, -10),
+        Block(2, 200),  # a gradient at the address of what was the batch
+        Block(4, -50),
+        Block(4, 20, stack=of_program(ADAM)),
+    ]
+    events = [event._replace(phase=phase_of(event.stack)) for event in events]
+    peak = find_peak(before, events)
+    assert (peak.size, peak.reached_by) == (365, peak.blocks[2])
+    assert (peak.old, peak.kept) == ({1, 3}, {1, 2, 3, 5})
+    names = {1: "parameters", 2: "gradients", 4: "optimizer_states"}
+    assert parts_at(peak, {1: "parameters"}, names, {8}) == {
+        "parameters": 100,
+        "gradient_buckets": 7,
+        "activations": 50,
+        "workspaces": 8,
+        "gradients": 200,
+    }
+    assert ends_of(events) == (2, 3)
+    assert find_peak(before, ()).blocks == before

@@ -1,13 +1,22 @@
-"""Instants that are each booked once, whatever happens, and a timeline of phases that stays small."""
+"""Instants that are each booked once, a timeline of phases that stays small, and durations of steps."""
+
+from __future__ import annotations
 
 import contextlib
+import gc
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from measured_runs import timed_steps
 from trainings import Boom, HandClock
 
+from lightning_gpu_tools.training.phases import TRAINING_STEP
+from lightning_gpu_tools.training.run_measurements import StepTimes
+from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 from lightning_gpu_tools.training.stopwatch import PhaseTimeline, Stopwatch
 
 
@@ -69,3 +78,66 @@ def test_phases_add_up_whatever_is_raised_inside(tree: Any) -> None:
     watch.switch(watch.current)
     assert watch.seconds == pytest.approx({phase: seconds for phase, seconds in booked.items() if seconds}, abs=1e-6)
     assert sum(watch.seconds.values()) == pytest.approx(time() - began_s)
+
+
+Step = dict[str, float]
+
+
+def timed(steps: Sequence[Step], warm_up: Step | None = None) -> StepTimes | None:
+    """Return what is known of steps with these seconds by phase, after the warm-up."""
+    clock = timed_steps([*[warm_up or {TRAINING_STEP: 1.0}] * WARM_UP_STEPS, *steps, {}])
+    return clock.times.facts()
+
+
+def test_percentiles_are_of_single_steps_and_leave_out_the_warm_up() -> None:
+    times = timed([{TRAINING_STEP: 0.02}] * 180 + [{TRAINING_STEP: 0.4}] * 20, warm_up={TRAINING_STEP: 30.0})
+    assert (times.count, times.seconds) == (200, pytest.approx(180 * 0.02 + 20 * 0.4))
+    assert (times.p50_s, times.p95_s, times.max_s) == pytest.approx((0.02, 0.4, 0.4))
+
+
+@given(st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=300))
+def test_percentiles_are_within_two_percent_and_parts_add_up(seconds: list[float]) -> None:
+    times = timed([{TRAINING_STEP: one} for one in seconds])
+    assert times.count == len(seconds)
+    assert times.seconds == pytest.approx(sum(seconds))
+    assert times.max_s == pytest.approx(max(seconds))
+    ordered = sorted(seconds)
+    assert times.p50_s == pytest.approx(ordered[(len(ordered) - 1) // 2], rel=0.02)
+    assert times.p50_s <= times.p95_s * 1.02 <= times.max_s * 1.05
+    assert sum(slow.seconds for slow in times.slow) <= times.seconds * (1 + 1e-9)
+
+
+def test_slow_steps_are_grouped_by_phase() -> None:
+    usual = {"data_loading": 0.005, TRAINING_STEP: 0.02}
+    steps = [dict(usual) for _ in range(200)]
+    for i in range(9, 200, 20):
+        steps[i][TRAINING_STEP] = 0.42
+    for i in range(24, 200, 50):
+        steps[i]["callback/Slow"] = 1.0
+    steps[150]["data_loading"] = 0.505
+    found = {slow.phase: slow for slow in timed(steps).slow}
+    counts = {phase: slow.count for phase, slow in found.items()}
+    assert counts == {TRAINING_STEP: 10, "callback/Slow": 4, "data_loading": 1}
+    seconds = {phase: slow.seconds for phase, slow in found.items()}
+    assert seconds == pytest.approx({TRAINING_STEP: 10 * 0.425, "callback/Slow": 4 * 1.025, "data_loading": 0.525})
+    assert found[TRAINING_STEP].steps == tuple(WARM_UP_STEPS + 1 + i for i in range(9, 200, 20))
+
+
+def test_garbage_collection_is_booked_wherever_it_starts_in_this_thread() -> None:
+    time = HandClock()
+    clock = StepClock(time)
+    clock.start()
+    gc.callbacks.append(spend := lambda stage, info: time.spend(0.5 if stage == "start" else 0.0))
+    gc.disable()  # but for what the test collects
+    try:
+        clock.timed(TRAINING_STEP, lambda: (time.spend(1.0), gc.collect(), time.spend(2.0)))()
+        clock.timed(TRAINING_STEP, lambda: gc.collect(0))()
+        elsewhere = threading.Thread(target=gc.collect)
+        clock.timed(TRAINING_STEP, lambda: (elsewhere.start(), elsewhere.join()))()
+        clock.stop()
+        gc.collect()
+    finally:
+        gc.enable()
+        gc.callbacks.remove(spend)
+    assert clock.seconds == {TRAINING_STEP: 1.0 + 2.0 + 2 * 0.5, "garbage_collection": 0.5}
+    assert clock.wall_s == 4.5
