@@ -14,13 +14,7 @@ from typing import Any
 import torch
 
 from lightning_gpu_tools.memory import blocks, holdings
-from lightning_gpu_tools.memory.readings import (
-    Block,
-    MemoryReading,
-    RankMemory,
-    Segment,
-    StepMemory,
-)
+from lightning_gpu_tools.memory.readings import Block, MemoryReading, RankMemory, Segment, StepMemory
 from lightning_gpu_tools.patches import after, before
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.step_clock import StepClock
@@ -201,10 +195,10 @@ class MemoryCounters:
         if moment == "begin" and facts.holdings is None:
             self._batch = {one.address for one in blocks.live_blocks(self._gpu)} - self._earlier
         if moment == "after_backward" and not self._gradients_bytes:
-            self._gradients_bytes = holdings.count_gradients(self._training)
+            self._gradients_bytes = holdings.count_holdings(self._training).gradients_bytes
         elif moment == "begin" and facts.holdings is not None and facts.last_step is facts.first_step:
-            kept = replace(facts.holdings, gradients_kept_bytes=holdings.count_gradients(self._training))
-            self._facts = replace(facts, holdings=kept)
+            kept_bytes = holdings.count_holdings(self._training).gradients_bytes
+            self._facts = replace(facts, holdings=replace(facts.holdings, gradients_kept_bytes=kept_bytes))
 
     def _record_step(self) -> None:
         if self._known.last_step is None:

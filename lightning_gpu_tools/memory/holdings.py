@@ -48,12 +48,11 @@ def count_holdings(training: Training, batch: Set[int] = frozenset()) -> MemoryH
     ``batch`` has the addresses of its batch, which may be as large as a workspace of cuBLAS.
     """
     module, optimizers, weights = training.module, training.optimizers, weights_of(training)
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
     of_gradients: set[int] = set()
-    gradients_bytes = count_gradients(training, of_gradients)
+    gradients_bytes = _size([gradients, _attributes(optimizers, _GRADIENTS)], training.device, of_gradients)
     # With DDP's gradient_as_bucket_view=True, a gradient is a view of larger storage.
-    are_views = any(
-        one.layout is torch.strided and one.untyped_storage().nbytes() > one.nbytes for one in _gradients(weights)
-    )
+    are_views = any(one.layout is torch.strided and one.untyped_storage().nbytes() > one.nbytes for one in gradients)
     seen: set[int] = set()
 
     def size(*objects: object) -> int:
@@ -72,12 +71,6 @@ def count_holdings(training: Training, batch: Set[int] = frozenset()) -> MemoryH
     sizes = workspace_sizes_of(training.gpu) if blocks else ()
     workspaces = (one.size for one in blocks if one.size in sizes and one.address not in others)
     return replace(held, workspaces_bytes=sum(workspaces))
-
-
-def count_gradients(training: Training, seen: set[int] | None = None) -> int:
-    """Return the size of the current gradients in bytes, and add their addresses to ``seen``."""
-    gradients = [_gradients(weights_of(training)), _attributes(training.optimizers, _GRADIENTS)]
-    return _size(gradients, training.device, set() if seen is None else seen)
 
 
 def workspace_sizes_of(gpu: torch.device | None) -> set[int]:
@@ -109,10 +102,6 @@ def weights_of(training: Training) -> list[torch.nn.Parameter]:
     if training.module is not None:
         return list(training.module.parameters())
     return [weight for one in training.optimizers for group in one.param_groups for weight in group["params"]]
-
-
-def _gradients(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [weight.grad for weight in weights if weight.grad is not None]
 
 
 def _attributes(optimizers: Iterable[object], names: Iterable[str]) -> list[object]:
