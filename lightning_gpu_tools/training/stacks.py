@@ -143,7 +143,8 @@ def owner_of(path: str) -> _Owner:
     for part in PACKAGES:
         if part in path:
             return "torch" if path.rpartition(part)[2].startswith("torch/") else "library"
-    return "python" if path.startswith((*_PYTHON, "<")) else "user"
+    is_typed = path.startswith(("<stdin>", "<python-input", "<ipython-input"))
+    return "python" if path.startswith((*_PYTHON, "<")) and not is_typed else "user"
 
 
 # Rarely used by programs: one of Linux's last real-time signals.
