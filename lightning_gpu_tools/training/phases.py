@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 DATA_LOADING = "data_loading"
 HOST_TO_DEVICE_COPY = "host_to_device_copy"
@@ -36,7 +36,7 @@ class Phase(NamedTuple):
     name: str  # in phase_s; a slash may add the class of a callback or logger, or the part of a training step
     label: str  # in the text of the report
     color: str  # Okabe and Ito's palette, for all common color blindness, plus three grays and four dark colors
-    group: Literal["step", "between", "pause"]  # a pause is not part of a steady step
+    is_pause: bool = False  # which is not part of a steady step
     has_trainer: bool | None = None  # whether only a run with, or only one without a Trainer has it; None: all have
 
 
@@ -44,24 +44,24 @@ class Phase(NamedTuple):
 PHASES = {
     phase.name: phase
     for phase in (
-        Phase(CALLBACK, "callbacks and hooks", "#CC79A7", "between"),
-        Phase(LOGGING, "logging", "#F0E442", "between"),
-        Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause"),
-        Phase(VALIDATION, "validation", "#56B4E9", "pause"),
-        Phase(OUTSIDE_LOOP, "outside of the loop", "#AA4499", "pause", has_trainer=False),
-        Phase(MONITORING, "this package", "#000000", "between"),
-        Phase(GARBAGE_COLLECTION, "garbage collection", "#999933", "between"),
-        Phase(TRAINER, "Trainer overhead", "#999999", "between", has_trainer=True),
-        Phase(RANK_WAIT, "waiting for other ranks", "#332288", "between"),
-        Phase(UNEXPLAINED, "unexplained", "#DDDDDD", "between"),
-        Phase(EPOCH_START, "starting epochs", "#882255", "pause"),
-        Phase(DATA_LOADING, "waiting for data", "#D55E00", "between"),
-        Phase(HOST_TO_DEVICE_COPY, "moving the batch to the device", "#E69F00", "between"),
-        Phase(TRAINING_STEP, "training step", "#009E73", "step"),
+        Phase(CALLBACK, "callbacks and hooks", "#CC79A7"),
+        Phase(LOGGING, "logging", "#F0E442"),
+        Phase(CHECKPOINT, "writing checkpoints", "#0072B2", is_pause=True),
+        Phase(VALIDATION, "validation", "#56B4E9", is_pause=True),
+        Phase(OUTSIDE_LOOP, "outside of the loop", "#AA4499", is_pause=True, has_trainer=False),
+        Phase(MONITORING, "this package", "#000000"),
+        Phase(GARBAGE_COLLECTION, "garbage collection", "#999933"),
+        Phase(TRAINER, "Trainer overhead", "#999999", has_trainer=True),
+        Phase(RANK_WAIT, "waiting for other ranks", "#332288"),
+        Phase(UNEXPLAINED, "unexplained", "#DDDDDD"),
+        Phase(EPOCH_START, "starting epochs", "#882255", is_pause=True),
+        Phase(DATA_LOADING, "waiting for data", "#D55E00"),
+        Phase(HOST_TO_DEVICE_COPY, "moving the batch to the device", "#E69F00"),
+        Phase(TRAINING_STEP, "training step", "#009E73"),
     )
 }
 _MAX_PHASES = 1000  # our default: user-defined names may contain numbers
-PAUSES = tuple(phase.name for phase in PHASES.values() if phase.group == "pause")
+PAUSES = tuple(phase.name for phase in PHASES.values() if phase.is_pause)
 
 
 # The training thread calls these three often, so they are cached.
