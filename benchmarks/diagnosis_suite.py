@@ -30,7 +30,7 @@ from toys import TOYS, train
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.trainer.measuring_callback import FitSession
+from lightning_gpu_tools.trainer.fit_session import FitSession
 from lightning_gpu_tools.types import Diagnosis
 
 MIN_EXPLAINED = 0.95

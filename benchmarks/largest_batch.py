@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from toys import Repeated
 
 from lightning_gpu_tools import GPUUtilizationMonitor
-from lightning_gpu_tools.trainer.measuring_callback import FitSession
+from lightning_gpu_tools.trainer.fit_session import FitSession
 
 GIB = 2**30
 STEPS = 4

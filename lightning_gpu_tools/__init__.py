@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.trainer.accelerator import FreeMemoryCUDAAccelerator as FreeMemoryCUDAAccelerator
     from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO as PortableCheckpointIO
     from lightning_gpu_tools.trainer.exact_resume import ExactResume as ExactResume
-    from lightning_gpu_tools.trainer.gpu_utilization_advisor import GPUUtilizationAdvisor as GPUUtilizationAdvisor
-    from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor as GPUUtilizationMonitor
+    from lightning_gpu_tools.trainer.gpu_utilization import GPUUtilizationAdvisor as GPUUtilizationAdvisor
+    from lightning_gpu_tools.trainer.gpu_utilization import GPUUtilizationMonitor as GPUUtilizationMonitor
     from lightning_gpu_tools.trainer.load_from_checkpoint import load_from_checkpoint as load_from_checkpoint
     from lightning_gpu_tools.trainer.num_workers_finder import NumWorkersFinder as NumWorkersFinder
     from lightning_gpu_tools.trainer.watch import watch as watch
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "ExactResume": "trainer.exact_resume",
     "FreeMemoryCUDAAccelerator": "trainer.accelerator",
-    "GPUUtilizationAdvisor": "trainer.gpu_utilization_advisor",
-    "GPUUtilizationMonitor": "trainer.gpu_utilization_monitor",
+    "GPUUtilizationAdvisor": "trainer.gpu_utilization",
+    "GPUUtilizationMonitor": "trainer.gpu_utilization",
     "LightningGpuToolsError": "errors",
     "NumWorkersFinder": "trainer.num_workers_finder",
     "PortableCheckpointIO": "trainer.checkpoint_plugin",

@@ -24,8 +24,7 @@ processes.set_forkserver_preload(
     [
         "lightning.pytorch",
         "matplotlib.figure",
-        "lightning_gpu_tools.trainer.gpu_utilization_advisor",
-        "lightning_gpu_tools.trainer.gpu_utilization_monitor",
+        "lightning_gpu_tools.trainer.gpu_utilization",
         "lightning_gpu_tools.reports.plot",
         "lightning_gpu_tools.runs.run_report",
     ]

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.trainer.gpu_utilization_advisor import GPUUtilizationAdvisor
-from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
+from lightning_gpu_tools.trainer.gpu_utilization import GPUUtilizationAdvisor, GPUUtilizationMonitor
 
 # Two training runs take well under a minute, and each is long enough for a verdict.
 STEPS = 250

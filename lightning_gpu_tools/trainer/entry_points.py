@@ -76,8 +76,7 @@ def register_strategies() -> None:
 
 
 def _monitor_and_advisor() -> list[Callback]:
-    from lightning_gpu_tools.trainer.gpu_utilization_advisor import GPUUtilizationAdvisor
-    from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
+    from lightning_gpu_tools.trainer.gpu_utilization import GPUUtilizationAdvisor, GPUUtilizationMonitor
 
     monitor, advisor = GPUUtilizationMonitor(), GPUUtilizationAdvisor()
     monitor.yields = advisor.yields = True

@@ -168,18 +168,21 @@ class GuardedCallback(Callback):
 
     yields = False  # does nothing if the user has a callback of the same class
 
-    def is_superfluous(self, callbacks: Sequence[Callback]) -> bool:
+    @classmethod
+    def acting(cls, callbacks: Sequence[Any]) -> Any:
+        """Return the callback of this class that acts: the user's first one, or else the first; ``None`` = none."""
+        same = [one for one in callbacks if isinstance(one, front_of(cls))]
+        return min(same, key=lambda one: one.yields, default=None)
+
+    def is_superfluous(self, callbacks: Sequence[Any]) -> bool:
         """Return whether another callback of the same class acts, and warn if both are the user's."""
-        all_same = [one for one in callbacks if isinstance(one, front_of(type(self)))]
-        same = [one for one in all_same if not one.yields]
-        if self.yields:  # Lightning has added ours to the user's list, perhaps for an earlier Trainer as well
-            return bool(same) or self not in all_same[:1]
-        if self in same[:1] or self not in same:
+        if self not in callbacks or self.acting(callbacks) is self:
             return False
-        name = type(self).__name__
-        rank_zero_only(only_warn)(
-            f"The Trainer has {len(same)} callbacks of type {name}, and only the first is active. Remove the others."
-        )
+        if not self.yields:  # Lightning adds ours to the user's list, perhaps for an earlier Trainer as well
+            name = type(self).__name__
+            rank_zero_only(only_warn)(
+                f"The Trainer has several callbacks of type {name}, and only the first is active. Remove the others."
+            )
         return True
 
     def survives(self, error: Exception) -> bool:

@@ -62,8 +62,10 @@ class FitTimer(Timer):
 
     Methods that Lightning has under another name stay part of the surrounding phase and are listed in ``unseen``.
     ``ending`` gets the batches of some steps, and of one that fails. ``enter`` is called with the phase when validation
-    begins and when training resumes, and ``step_ended`` with the batch of each step.
+    begins and when training resumes.
     """
+
+    step_ended: Callable[[Any], None] | None = None  # to be called with the batch of each step; set before the run
 
     hooks: Collection[str] = _FIT_HOOKS  # of callbacks, to time
     users_hooks: Collection[str] = (  # of the model and the data module
@@ -79,10 +81,8 @@ class FitTimer(Timer):
         clock: StepClock,
         ending: Ending,
         enter: Callable[[Phase], None] = lambda phase: None,
-        step_ended: Callable[[Any], None] = lambda batch: None,
     ) -> None:
         super().__init__(clock, lambda: trainer.lightning_module.parameters() if self._run.is_plain_ddp else ())
-        self._step_ended = step_ended
         self._ending = ending
         self._trainer = trainer
         self._run = ending.run
@@ -172,9 +172,7 @@ class FitTimer(Timer):
                 around["training_step"] = memory.after_forward
             for part in ("training_step", "backward", "optimizer_step"):
                 self._wrap(f"strategy.{part}", partial(_sampled, gpu, memory, _STEP_PARTS[part], around.get(part)))
-        # A callback's hook would do, but Lightning takes 10 us to call one: see the empty callbacks of
-        # benchmarks/step_overhead.py.
-        self._wrap(run, partial(_followed_by, self._step_ended))
+        self._act_after(run)
         if not is_automatic:
             self._time("strategy.backward", phases.BACKWARD)
         if not is_automatic or overrides(model, "LightningModule", "optimizer_step"):
@@ -186,6 +184,12 @@ class FitTimer(Timer):
         if getattr(self._trainer.precision_plugin, "scaler", None) is not None:
             for method in ("scale", "unscale_", "update"):
                 self._time(f"strategy.precision_plugin.scaler.{method}", phases.GRADIENT_SCALER)
+
+    def _act_after(self, step: str) -> None:
+        # A callback's hook would do, but Lightning takes 10 us to call one: see the empty callbacks of
+        # benchmarks/step_overhead.py.
+        if self.step_ended is not None:
+            self._wrap(step, partial(_followed_by, self.step_ended))
 
     def _measure_gpu_steps(self, device: torch.device, run: str, first_part: str) -> tuple[GpuTimeline, MemoryCounters]:
         gpu = self.rank_waits.gpu = self.clock.measure_gpu(device)
@@ -271,7 +275,7 @@ class EvaluationTimer(FitTimer):
         self._notice("stop", {fetch: clock.end_fetch})
         if self._run.gpu is not None:
             self._measure_gpu_steps(self._run.gpu, step, phases.FORWARD)
-        self._wrap(step, partial(_followed_by, self._step_ended))
+        self._act_after(step)
         clock.begin_epoch()
 
 

@@ -28,7 +28,7 @@ from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.trainer.facts import trains_on_gpu
 from lightning_gpu_tools.trainer.families import GuardedCallback, LightningModule, Trainer
-from lightning_gpu_tools.trainer.measuring_callback import FitSession
+from lightning_gpu_tools.trainer.fit_session import FitSession
 from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.run_measurements import DATA_LOADING, LoaderFacts, LoaderResult, LoaderSettings
 from lightning_gpu_tools.units import number_ranges, plural, printable

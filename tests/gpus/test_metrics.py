@@ -34,7 +34,7 @@ def test_docs_and_docstring_list_the_logged_metrics() -> None:
     for name in re.findall(r"``(.*?)``", "".join(lines)):
         before, choices, after = re.fullmatch(r"([^{]*)(?:\{(.*?)\})?(.*)", name).groups()  # type: ignore[union-attr]
         listed |= {f"{before}{choice}{after}" for choice in (choices or "").split(",")}
-    assert listed == {*LOGGED}, "list it in the docstring of trainer/gpu_utilization_monitor.py"
+    assert listed == {*LOGGED}, "list it in the docstring of trainer/gpu_utilization.py"
 
 
 def test_every_gpu_number_is_in_a_table_of_the_report() -> None:

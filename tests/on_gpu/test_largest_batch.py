@@ -19,7 +19,7 @@ from lightning_gpu_tools import GPUUtilizationMonitor
 from lightning_gpu_tools.advice.batch_size import CachingAllocator
 from lightning_gpu_tools.memory.blocks import segments
 from lightning_gpu_tools.memory.readings import RankMemory
-from lightning_gpu_tools.trainer.measuring_callback import FitSession
+from lightning_gpu_tools.trainer.fit_session import FitSession
 
 WIDTH, DEPTH = 1024, 6
 

@@ -15,7 +15,7 @@ import lightning_gpu_tools
 from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks, PortableCheckpointIO
 from lightning_gpu_tools.trainer.entry_points import callbacks_factory
-from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
+from lightning_gpu_tools.trainer.gpu_utilization import GPUUtilizationMonitor
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 

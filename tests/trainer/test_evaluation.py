@@ -25,7 +25,7 @@ from trainings import (
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.trainer.measuring_callback import STEP_HOOKS
+from lightning_gpu_tools.trainer.gpu_utilization import STEP_HOOKS
 from lightning_gpu_tools.training.run_measurements import ACTIVITIES
 
 STAGES = ("validate", "test", "predict")

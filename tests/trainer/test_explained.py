@@ -14,7 +14,7 @@ from trainings import Boom, Model, Raise, Samples, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder
 from lightning_gpu_tools.runs import session
-from lightning_gpu_tools.trainer.measuring_callback import FitSession
+from lightning_gpu_tools.trainer.fit_session import FitSession
 from lightning_gpu_tools.training.step_clock import StepClock
 
 STEPS = 40

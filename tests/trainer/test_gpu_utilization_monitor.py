@@ -263,7 +263,7 @@ def test_the_training_thread_never_calls_the_driver(driver: Driver, tmp_path: Pa
 def test_a_second_callback_of_a_class_does_nothing_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = "has 2 callbacks of type GPUUtilizationMonitor, and only the first is active"
+    said = "has several callbacks of type GPUUtilizationMonitor, and only the first is active"
     with pytest.warns(UserWarning, match=said):
         train(tmp_path, GPUUtilizationMonitor(), GPUUtilizationMonitor(), limit_train_batches=3)
     assert capsys.readouterr().out.count("Verdict: ") == 1

@@ -20,11 +20,13 @@ from lightning_gpu_tools import (
 )
 from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.loaders.passes import Loading
+from lightning_gpu_tools.runs.advisor import Advisor
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.trainer import num_workers_finder
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks
+from lightning_gpu_tools.trainer.fit_session import FitSession
 from lightning_gpu_tools.trainer.fit_timer import EvaluationTimer, FitTimer
-from lightning_gpu_tools.trainer.measuring_callback import STEP_HOOKS, FitSession, MeasuringCallback
+from lightning_gpu_tools.trainer.gpu_utilization import STEP_HOOKS
 
 STEPS, FAILS_AT = 4, 2
 
@@ -92,7 +94,7 @@ CALLBACKS: dict[str, Callable[[], Callback]] = {
 def hooks_of(callback: Callback) -> dict[str, Callable[..., Any]]:
     """Return the hooks that a callback has beside Lightning's empty ones, as they are without a guard."""
     found = {name: getattr(type(callback), name) for name in dir(Callback) if not name.startswith("_")}
-    hidden = STEP_HOOKS if isinstance(callback, MeasuringCallback) else ()
+    hidden = STEP_HOOKS if isinstance(callback, GPUUtilizationMonitor) else ()
     return {
         name: getattr(hook, "__wrapped__", hook)
         for name, hook in found.items()
@@ -127,7 +129,7 @@ def test_a_fault_in_any_hook_changes_nothing(
         num_workers_finder.search,
         Loading.close,
         FitSession.begin,
-        GPUUtilizationAdvisor._stepped,
+        Advisor.after_step,
         FitSession.finish,
         RunRecorder.measurements,
         FitTimer._start,

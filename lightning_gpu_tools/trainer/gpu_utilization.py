@@ -1,0 +1,364 @@
+"""The callbacks that measure a run of a Trainer: one reports where time went, the other warns of low utilization."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
+from lightning_gpu_tools.arguments import check_seconds, checked
+from lightning_gpu_tools.environment import is_disabled
+from lightning_gpu_tools.loaders.workers import deaths_ignored
+from lightning_gpu_tools.reports.report import COMPLETED, FOLDER_NAME
+from lightning_gpu_tools.reports.report_file import ReportFile, warn_if_not_writable
+from lightning_gpu_tools.runs import run_report
+from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
+from lightning_gpu_tools.runs.notify import notify
+from lightning_gpu_tools.runs.stall_watch import check_stall_after
+from lightning_gpu_tools.trainer.families import GuardedCallback, LightningModule, Trainer, overrides
+from lightning_gpu_tools.trainer.fit_session import FitSession
+from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
+from lightning_gpu_tools.training.run_measurements import Stage
+
+# Hooks that Lightning calls in every step. It skips hooks that are not callable, so a callback that does nothing in a
+# hook hides it during a run: each call saved is a microsecond.
+STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_batch_start",
+)
+_OF_A_RUN = ("_session", "_advisor", "_running", *STEP_HOOKS)  # attributes that are not copied
+
+
+def _hide_hooks(callback: GuardedCallback) -> None:
+    """Hide the hooks in which a callback does nothing."""
+    for hook in STEP_HOOKS:
+        if not overrides(callback, "Callback", hook):
+            setattr(callback, hook, None)
+
+
+def _show_hooks(callback: GuardedCallback) -> None:
+    for hook in STEP_HOOKS:
+        with suppress(AttributeError):  # without `vars`, after which CPython no longer caches method lookups
+            delattr(callback, hook)
+
+
+class GPUUtilizationMonitor(GuardedCallback):
+    """A callback that samples the GPUs in the background, logs metrics, and reports at the end where the time went.
+
+    Every logger gets the GPUs of rank 0's node at the Trainer's ``log_every_n_steps``, and those of other nodes about
+    once a minute in jobs of at most 64 ranks. Values that the hardware does not report are absent, never 0. Validation
+    is only in the report.
+
+    Metrics of GPU ``i`` (torch device index; with ``devices="all"``, that of ``nvidia-smi``) are ``gpu/<i>/...``, on
+    node ``n`` > 0 ``node<n>/gpu/<i>/...``, over the time since the last point:
+
+    - ``utilization_percent/{mean,p5,p95}``: share of time in which at least one kernel was running
+    - ``memory_used_bytes``, ``memory_total_bytes``: used by all processes; total of the GPU
+    - ``power_watts``, ``temperature_celsius``: at the last poll
+    - ``energy_joules``: since training started, from a counter
+    - ``throttled_percent``: share of time in which power or heat lowered the clocks
+    - ``pcie_{rx,tx}_bytes_per_second``: received and sent over PCIe
+    - ``{sm_active,sm_occupancy,tensor_active,dram_active}_percent``: Hopper and later
+    - ``{own,others}_memory_bytes``, ``{own,others}_utilization_percent``: of this job's processes and of all other
+      listed ones, where the driver reports them
+
+    At the end of a fit, even of a failed one, rank 0 prints the report, and writes it as ``gpu_report.json`` to the log
+    directory of the Trainer's logger, or without a logger to the folder ``gpu_report`` of ``default_root_dir``, which
+    may be a URL. It is also written at least once a minute. Loggers get a summary as ``gpu_tools/...``. With the
+    ``plot`` extra, a child process then draws ``gpu_report.png`` and ``gpu_report.html``. ``validate``, ``test`` and
+    ``predict`` have such reports in folders of these names below that one. A failure of the monitor never stops
+    training.
+
+    Args:
+        interval_s: Seconds between two polls of the driver's buffer, which holds several seconds.
+        devices: ``"trainer"`` = the GPUs that the Trainer uses; ``"all"`` = every GPU of the node, even when training
+            on the CPU.
+        report: Whether to print and write the report.
+        gpm: Whether to use the GPU performance monitors of Hopper and later, which are shared with Nsight and DCGM.
+        stall_after_s: Seconds without progress (a step, a batch, a hook, bytes of a checkpoint) after which to warn
+            (:class:`~lightning_gpu_tools.errors.StalledTrainingWarning`) with the phase, the stack, and the rank that
+            all others wait for; ``None`` = never. ``"auto"`` is the larger of 60 s and 5 times the longest time without
+            progress so far; in the first steps, callbacks, loggers and outside of steps, it is at least 450 s.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: An argument is out of range.
+
+    Example::
+
+        trainer = Trainer(callbacks=[GPUUtilizationMonitor()])
+    """
+
+    _session: FitSession | None = None
+    _advisor: GPUUtilizationAdvisor | None = None  # of this session
+    _running: run_report.RunningReport | None = None  # until it is published
+    _next_step = 0.0  # of the clock: after which to act
+
+    @checked
+    def __init__(
+        self,
+        *,
+        interval_s: float = 1.0,
+        devices: Literal["trainer", "all"] = "trainer",
+        report: bool = True,
+        gpm: bool = True,
+        stall_after_s: float | Literal["auto"] | None = "auto",
+    ) -> None:
+        check_seconds(interval_s, "interval_s")
+        check_stall_after(stall_after_s)
+        if devices not in ("trainer", "all"):
+            raise ValueError(f'devices must be "trainer" or "all", got {devices!r}.')
+        self.interval_s = interval_s
+        self.devices = devices
+        self.report = report
+        self.gpm = gpm
+        self.stall_after_s = stall_after_s
+        self._folder = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _OF_A_RUN}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if is_disabled() or self.is_superfluous(callbacks):
+            return
+        self._give_up()  # an earlier run without a teardown
+        session = self._session = FitSession.of(trainer, self)
+        session.timer.step_ended = self._step_ended
+        self._advisor = GPUUtilizationAdvisor.acting(callbacks)
+        if self._advisor is not None:
+            self._advisor.begin(session)
+        _hide_hooks(self)
+        if self.report:
+            log_dir = trainer.log_dir  # a collective call: every rank makes it
+            # Without a logger, log_dir is the folder of everything else.
+            own = os.path.join(trainer.default_root_dir, FOLDER_NAME)
+            folder, stage = os.fspath(log_dir) if trainer.loggers and log_dir else own, session.run.stage
+            self._folder = folder if stage == "fit" else os.path.join(folder, stage)
+            if trainer.is_global_zero:
+                warn_if_not_writable(self._folder)
+        session.monitor(
+            devices=self.devices,
+            interval_s=self.interval_s,
+            gpm=self.gpm,
+            stall_after_s=self.stall_after_s,
+            folder=self._folder if self.report else None,
+        )
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._session is not None:
+            self._session.startup.begin_sanity_check()
+
+    @override
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._session is not None:
+            self._session.startup.end_sanity_check()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer, "fit")
+
+    @override
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer, "validate")
+        if self._session is not None and self._session.run.stage == "fit":
+            self._session.run.note_validation()
+
+    @override
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer, "test")
+
+    @override
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer, "predict")
+
+    def _begin(self, trainer: Trainer, stage: Stage) -> None:
+        session = self._session
+        if session is not None and session.run.stage == stage:  # and not the validation of a fit
+            session.begin()
+            self._next_step = 0.0
+            if self.report and trainer.is_global_zero and session.clock.ran:
+                self._running = run_report.RunningReport(session, ReportFile(self._folder))
+
+    def _step_ended(self, batch: Any) -> None:
+        """Act after a step. This runs in every step, so it makes as few calls as possible."""
+        session = self._session
+        if session is None:
+            return
+        try:
+            session.after_step(batch)
+            if session.clock.steps >= self._next_step or session.report_wanted:
+                self._act(session)
+        except Exception as error:
+            if not self.survives(error):
+                raise
+
+    def _act(self, session: FitSession) -> None:
+        self._next_step = session.log_if_due()
+        if self._advisor is not None:
+            self._next_step = min(self._next_step, self._advisor.after_step())
+        if session.report_wanted and self._running is not None:
+            self._running.measure()
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._session is not None and self._session.run.stage == "fit":
+            self._session.begin_validation_batch(batch, batch_idx)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._session is not None and not self._session.is_of_parent:
+            with deaths_ignored():
+                outcome = self._session.note_error(exception, self._session.run.optimizer_steps)
+                self._end(trainer, outcome, timeout_s=0.0)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._end(trainer, COMPLETED, timeout_s=TIMEOUT_S)
+
+    def _end(self, trainer: Trainer, outcome: str, timeout_s: float) -> None:
+        session = self._session
+        if session is not None and session.is_of_parent:
+            self._session = None
+            return
+        if session is not None:
+            session.finish(timeout_s)
+            if self._advisor is not None:
+                self._advisor.end()
+            if self.report:
+                self._publish(trainer, session, outcome)
+        self._give_up()
+
+    def _publish(self, trainer: Trainer, session: FitSession, outcome: str) -> None:
+        if session.recorder is None:  # training has not begun
+            if trainer.is_global_zero and outcome != COMPLETED:
+                notify("error", self._folder, outcome=outcome)
+            return
+        if not trainer.is_global_zero:
+            if session.ending.out_of_memory is not None and (diagnosis := run_report.conclude(session)) is not None:
+                run_report.say_verdict(diagnosis)  # rank 0 may wait for this rank forever
+            return
+        if not session.clock.ran and session.ending.out_of_memory is None and session.ending.failure is None:
+            missing = ", ".join(session.unseen)  # printed, because filters may hide a warning
+            run_report.say(f"This run has no report, because this version of Lightning lacks {missing}.")
+            return
+        report = run_report.describe(session, outcome)
+        running, self._running = self._running, None
+        # None if another callback failed when training started.
+        file = ReportFile(self._folder) if running is None else running.file
+        run_report.publish(report, file, session.run)
+
+    @override
+    def _give_up(self) -> None:
+        session, self._session = self._session, None
+        advisor, self._advisor = self._advisor, None
+        running, self._running = self._running, None
+        _show_hooks(self)
+        if advisor is not None:
+            advisor.leave()
+        if session is not None:
+            session.release(self)
+            if running is not None and not session.is_of_parent:
+                running.give_up()
+
+
+class GPUUtilizationAdvisor(GuardedCallback):
+    """A callback that measures where the time of each training step goes, and warns once if too much of it is lost.
+
+    Rank zero gets the warning (:class:`~lightning_gpu_tools.errors.LowGPUUtilizationWarning`), and the report of the
+    :class:`~lightning_gpu_tools.GPUUtilizationMonitor` gets the findings. If the Trainer has no monitor, the advisor
+    adds one with its defaults. On a GPU, only its idle time counts, and measuring never waits for the GPU. Without one,
+    it judges the training step.
+
+    Args:
+        min_utilization_percent: Utilization below which a GPU counts as underused; the default of 70 is that of
+            SageMaker Debugger's LowGPUUtilization rule.
+        min_steps: Steady steps needed for a verdict, 50 by default. The first 20 steps, and the first step of each
+            epoch, do not count.
+        min_seconds: Seconds of steady steps needed to warn during training, 20 by default. A quarter of that is needed
+            for the verdict at the end; a shorter run is ``too_short``.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: An argument is out of range.
+
+    Example::
+
+        trainer = Trainer(callbacks=[GPUUtilizationAdvisor()])
+    """
+
+    _session: FitSession | None = None  # of the monitor
+    _advisor: Advisor | None = None  # of this session
+
+    @checked
+    def __init__(
+        self,
+        *,
+        min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
+        min_steps: int = MIN_STEPS,
+        min_seconds: float = MIN_SECONDS,
+    ) -> None:
+        self._thresholds = Thresholds(min_utilization_percent, min_steps, min_seconds)
+        self.min_utilization_percent = min_utilization_percent
+        self.min_steps = min_steps
+        self.min_seconds = min_seconds
+        self._diagnosis: Diagnosis | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _OF_A_RUN}
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """The diagnosis of the running fit, or of the last one, or of validate, test or predict; ``None`` before."""
+        return (run_report.conclude(self._session) if self._session is not None else None) or self._diagnosis
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self.is_superfluous(callbacks)  # which warns
+        if GPUUtilizationMonitor.acting(callbacks) is None and self in callbacks and not is_disabled():
+            monitor = GPUUtilizationMonitor()
+            monitor.yields = True
+            callbacks.insert(callbacks.index(self) + 1, monitor)  # Lightning then sets it up after this one
+
+    def begin(self, session: FitSession) -> None:
+        """Advise during this session of the monitor."""
+        self._session, self._advisor = session, Advisor(session, self._thresholds)
+        _hide_hooks(self)
+
+    def after_step(self) -> float:
+        """Judge the run if it is due; return the step of the clock after which to call this again."""
+        try:
+            return math.inf if self._advisor is None else self._advisor.after_step()
+        except Exception as error:
+            if not self.survives(error):
+                raise
+            return math.inf
+
+    def end(self) -> None:
+        """Keep the diagnosis of a run that has finished."""
+        self._diagnosis = self.diagnosis
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the session, which may have failed."""
+        self._session = self._advisor = None
+        _show_hooks(self)
+
+    @override
+    def _give_up(self) -> None:
+        self._advisor = None
