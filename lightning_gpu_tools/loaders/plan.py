@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, median, stdev
 from typing import NamedTuple
 
-from lightning_gpu_tools.advice.findings import MIN_CEILING, median_interval
+from lightning_gpu_tools.advice.findings import MIN_CEILING
 from lightning_gpu_tools.advice.loader_plan import (
     TOLERANCE,
     LoadCost,
@@ -26,9 +26,7 @@ from lightning_gpu_tools.units import format_duration
 # Even a run of 120 steps must benefit from the search. The first steps are slower than the others.
 STUDY_STEPS = 25
 WARM_UP_STEPS = 5
-# Settings are confirmed over ten groups of steps: with ten values, the 95% interval of a median excludes the lowest
-# and the highest. A group has ten steps, or one for each worker, because workers deliver batches in bursts.
-_CONFIRM_GROUPS, CONFIRM_GROUP_STEPS = 10, 10
+CONFIRM_STEPS = 100  # our default: workers deliver batches in bursts
 # After waits for batches, steps were up to a quarter slower (measured on two cores). Predictions have room for half.
 _SLOWER_AFTER_WAITS = 1.12
 # A step on the CPU competes with the workers for cores. Predictions are then off by 15% (median over 30 cases).
@@ -97,38 +95,6 @@ def why_no_search(steps: Sequence[Step]) -> str | None:
         f"Training waits only {format_duration(wait_s)} of a {format_duration(step_s)} step for data. No settings can "
         f"make it {100 * (MIN_CEILING - 1):.0f}% faster."
     )
-
-
-def confirm_steps(*settings: LoaderSettings) -> int:
-    """Return the number of steps to run with each of these settings for a comparison."""
-    return _CONFIRM_GROUPS * _group_steps(settings)
-
-
-def why_slower(tried: Sequence[Step], original: Sequence[Step], *settings: LoaderSettings) -> str | None:
-    """Describe how much slower steps were with the tried settings than with the original ones.
-
-    Return ``None`` if they were not slower, or if the 95% intervals of the two medians overlap (explained by noise).
-    """
-    size = _group_steps(settings)
-    medians, intervals = [], []
-    for steps in (tried, original):
-        groups = [step_to_step_s(steps[first : first + size]) for first in range(0, len(steps) - size + 1, size)]
-        interval = median_interval(groups)
-        if interval is None:
-            return None
-        medians.append(median(groups))
-        intervals.append(interval)
-    if intervals[0][0] <= intervals[1][1]:
-        return None
-    one, other = (
-        f"{format_duration(middle)} ({format_duration(low)} to {format_duration(high)})"
-        for middle, (low, high) in zip(medians, intervals, strict=True)
-    )
-    return f"a step took {one}, compared with {other} with the original settings"
-
-
-def _group_steps(settings: Sequence[LoaderSettings]) -> int:
-    return max(CONFIRM_GROUP_STEPS, *(one.num_workers for one in settings))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,7 +31,7 @@ from lightning_gpu_tools.trainer.families import GuardedCallback, LightningModul
 from lightning_gpu_tools.trainer.fit_session import FitSession
 from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.run_measurements import DATA_LOADING, LoaderFacts, LoaderResult, LoaderSettings
-from lightning_gpu_tools.units import number_ranges, plural, printable
+from lightning_gpu_tools.units import format_duration, number_ranges, plural, printable
 
 # Our default: ranks reach a search at the same time, and trials end with the budget.
 _RANKS_TIMEOUT_S = 10.0
@@ -58,9 +58,8 @@ class NumWorkersFinder(GuardedCallback):
     If training waits for data in its first 25 steps, it pauses, usually for 2 to 10 s. A few settings that suit the
     cost of a batch and this machine's cores, memory and ``/dev/shm`` are tried with a stand-in for the training step.
     From the next batch on, the fewest workers within 3% of the best are used, but not fewer than predicted. Nothing
-    changes if trials do not reproduce the speed of training. If a hundred steps with them take longer than before, the
-    original settings are used for the next hundred. These are kept if their steps are faster by more than noise
-    explains (the 95% intervals of both medians do not overlap), or if loading fails.
+    changes if trials do not reproduce the speed of training. If a hundred steps with them take longer than before, or
+    if loading fails, the original settings are restored.
 
     Batches, their order and the random numbers of the training process stay the same. There is one exception: with
     ``num_workers=0``, random numbers that the dataset draws come from the workers afterwards, as with every change of
@@ -118,7 +117,6 @@ class NumWorkersFinder(GuardedCallback):
         self._steps = 0
         self._next: Callable[[], None] | None = None
         self._due = plan.STUDY_STEPS
-        self._ramp_up = 0
         self._said: list[dict[str, Any]] = []  # to the other ranks
         # Even in a tuner's trials (LearningRateFinder, BatchSizeFinder): training may get their last loader.
         self._patches = Patches()
@@ -303,7 +301,11 @@ class NumWorkersFinder(GuardedCallback):
         chosen, reason = found.settings, found.reason
         applied = chosen is not None and chosen != found.original and self.apply
         if chosen is not None and applied:
-            self._try_in_use(loading, chosen, chosen, partial(self._confirm, loading, chosen))
+            loading.use(chosen)
+            loading.steps = []
+            ramp_up = plan.ramp_up(chosen)
+            self._due = self._steps + ramp_up + plan.CONFIRM_STEPS
+            self._next = partial(self._confirm, loading, ramp_up)
             if chosen.num_workers and not loading.original.num_workers:
                 reason += " Random numbers that the dataset draws (augmentation) now come from the workers."
         if self._name:
@@ -319,40 +321,20 @@ class NumWorkersFinder(GuardedCallback):
             state = "is unchanged" if chosen == found.original else state
             _say(f"{_settings_text(chosen)} {state}. {reason}")
 
-    def _try_in_use(
-        self, loading: Loading, settings: LoaderSettings, chosen: LoaderSettings, then: Callable[[], None]
-    ) -> None:
-        loading.use(settings)
-        loading.steps = []
-        self._ramp_up = plan.ramp_up(settings)
-        self._due = self._steps + self._ramp_up + plan.confirm_steps(loading.original, chosen)
-        self._next = then
-
-    def _confirm(self, loading: Loading, chosen: LoaderSettings, tried: list[plan.Step] | None = None) -> None:
-        """Keep the settings if their steps take no longer than before.
-
-        Otherwise other programs may have slowed the machine down, so the original settings are used for as many steps.
-        They are kept if these are faster than the ``tried`` ones by more than noise explains.
-        """
-        steps, loading.steps = (loading.steps or [])[self._ramp_up :], None
-        slower: str | bool | None
-        if tried is None:
-            slower = bool(steps) and plan.step_to_step_s(steps) > plan.step_to_step_s(self._study)
-        else:
-            slower = plan.why_slower(tried, steps, loading.original, chosen)
-        all_facts = self._gather({"fault": loading.fault, "slower": slower})
+    def _confirm(self, loading: Loading, ramp_up: int) -> None:
+        """Keep the settings if steps take no longer than before, on the slowest rank."""
+        steps, loading.steps = (loading.steps or [])[ramp_up:], None
+        before_s, after_s = (plan.step_to_step_s(each) if each else 0.0 for each in (self._study, steps))
+        all_facts = self._gather({"fault": loading.fault, "before_s": before_s, "after_s": after_s})
         fault = next((facts["fault"] for facts in all_facts if facts["fault"]), None)
-        why = next((facts["slower"] for facts in all_facts if facts["slower"]), None)
+        before_s, after_s = (max(facts[name] for facts in all_facts) for name in ("before_s", "after_s"))
         if fault:
             self._revert(f"The new settings failed in use ({fault})")
-        elif why and tried is not None:
-            self._revert(f"The new settings were slower in use: {why}")
-        elif why:
-            self._try_in_use(loading, loading.original, chosen, partial(self._confirm, loading, chosen, steps))
-        elif tried is not None or steps:
-            if tried is not None:
-                loading.use(chosen)
-            self._change(confirmed=True, wait_share=plan.wait_share(tried or steps))
+        elif after_s > before_s:
+            took, original = format_duration(after_s), format_duration(before_s)
+            self._revert(f"The new settings were slower in use: a step took {took}, not {original}")
+        elif steps:
+            self._change(confirmed=True, wait_share=plan.wait_share(steps))
 
     def _change(self, **changes: Any) -> None:
         if self.result is not None:
@@ -383,9 +365,6 @@ class NumWorkersFinder(GuardedCallback):
         for loading in self._loadings:
             if loading.fault is not None:
                 self._revert(f"The new settings failed in use ({loading.fault})")
-        result, tuned = self.result, self._loading
-        if result is not None and result.applied and tuned is not None and tuned.in_use == tuned.original:
-            self._change(applied=False)  # training ended during the comparison
         if self.result is None:
             self._leave(f"Training ended after {plural(self._steps, 'step')}, but a search needs {plan.STUDY_STEPS}.")
 

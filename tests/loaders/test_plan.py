@@ -20,7 +20,6 @@ from lightning_gpu_tools.loaders.plan import (
     step_cost,
     step_to_step_s,
     why_no_search,
-    why_slower,
 )
 from lightning_gpu_tools.training.run_measurements import LoaderTrial
 from lightning_gpu_tools.types import LoaderSettings
@@ -236,30 +235,3 @@ def test_the_wait_is_measured_once_the_batches_loaded_ahead_are_used() -> None:
 def test_a_loader_that_keeps_up_is_not_searched() -> None:
     assert why_no_search([step(0.0004, 0.01)] * 20) is not None
     assert why_no_search([step(0.001, 0.01)] * 20) is None
-
-
-def noisy(step_s: float, spread: float, steps: int = 100) -> list[Step]:
-    """Return steps whose times are spread evenly around a mean, in an order without a trend."""
-    return [step(0.0, step_s * (1 + spread * ((7 * i % 20) / 9.5 - 1))) for i in range(steps)]
-
-
-@pytest.mark.parametrize(
-    ("tried", "original", "slower"),
-    [
-        (noisy(0.030, 0.01), noisy(0.028, 0.01), True),
-        (noisy(0.028, 0.01), noisy(0.030, 0.01), False),
-        # One group in ten was disturbed.
-        ([*noisy(0.028, 0.01, 90), *[step(5.0, 0.03)] * 10], noisy(0.028, 0.01), False),
-        # Five workers deliver in bursts: nine groups are as fast, though most single steps are faster.
-        ([step(0.1 * (i % 5 == 0), 0.001) for i in range(100)], [step(0.0, 0.015)] * 100, True),
-        # The machine slowed down on the way: the medians differ by 8%, and both are uncertain by 20%.
-        (noisy(0.027, 0.0, 50) + noisy(0.033, 0.0, 50), noisy(0.025, 0.0, 50) + noisy(0.030, 0.0, 50), False),
-        (noisy(0.030, 0.01, 50), noisy(0.020, 0.01), False),  # too few to know
-    ],
-)
-def test_settings_are_slower_only_beyond_the_noise(tried: list[Step], original: list[Step], slower: bool) -> None:
-    why = why_slower(tried, original, NO_WORKERS, workers(5))
-    assert (why is not None) == slower
-    if slower:
-        assert why is not None
-        assert "with the original settings" in why

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import multiprocessing
 import re
 import time
@@ -108,9 +107,8 @@ def test_a_short_training_gets_workers_and_stays_the_same(tmp_path: Path) -> Non
     tuned = Noisy()
     plain = copy.deepcopy(tuned)
     plain.step_s = 0.0
-    # Five epochs: enough to compare with the original settings again, if other programs slow the machine down.
-    result, watch = find(tmp_path, shuffled(Slow(60)), GPUUtilizationMonitor(), model=tuned, max_epochs=5)
-    as_usual = train(tmp_path, [], shuffled(Samples(60)), plain, max_epochs=5)
+    result, watch = find(tmp_path, shuffled(Slow(60)), GPUUtilizationMonitor(), model=tuned, max_epochs=3)
+    as_usual = train(tmp_path, [], shuffled(Samples(60)), plain, max_epochs=3)
     assert result.applied
     assert result.confirmed
     assert result.settings is not None
@@ -143,7 +141,6 @@ def test_the_finder_that_the_advice_names_applies_its_settings(
     finder = getattr(lightning_gpu_tools, named[1])()
     with caplog.at_level("INFO"):
         watch = train(tmp_path, [finder], shuffled(Slow(50)))
-    # If others slow the machine down, it compares again with the original settings, and the training ends before.
     in_use = re.search(r"num_workers=([1-9]).* is now in use", caplog.text)
     assert in_use is not None
     assert int(in_use[1]) in watch.workers
@@ -287,17 +284,16 @@ def test_settings_that_fail_are_reverted_without_losing_a_batch(tmp_path: Path) 
 
 
 def test_settings_slower_than_the_original_are_reverted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "CONFIRM_GROUP_STEPS", 2)
+    monkeypatch.setattr(plan, "CONFIRM_STEPS", 20)
     monkeypatch.setattr(plan, "_DEEP_PREFETCH", 2)  # more batches under way would need a longer training
     monkeypatch.setattr(loader_plan, "_PREFETCH_FROM_SPREAD", ())  # on a busy machine, batches come unevenly
     flag = tmp_path / "slow"
-    # Four workers then take 150 ms a batch. The original 52 ms stay below that under any load.
+    # Four workers then take 150 ms a batch.
     dataset = Slow(160, lambda: flag.exists() and time.sleep(0.6))
     result, watch = find(tmp_path, DataLoader(dataset), WhenApplied(flag.touch))
     assert [int(batch[0]) for batch in watch.batches] == list(range(160))
-    used = [workers for workers, _ in itertools.groupby(watch.workers)]
-    assert len(used) == 3
-    assert used[-1] == 0
+    assert watch.workers[-1] == 0
+    assert max(watch.workers) > 0
     assert result.settings == result.original
     assert (result.applied, result.confirmed) == (False, False)
-    assert re.search(r"in use: a step took .*, compared with .* with the original settings, so", result.reason)
+    assert re.search(r"in use: a step took .*, not .*, so the original", result.reason)
