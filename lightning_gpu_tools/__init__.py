@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.reports.report_file import load_report as load_report
     from lightning_gpu_tools.selection.picking import list_gpus as list_gpus
     from lightning_gpu_tools.selection.picking import select_gpus as select_gpus
-    from lightning_gpu_tools.trainer.accelerator import FreeMemoryCUDAAccelerator as FreeMemoryCUDAAccelerator
     from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO as PortableCheckpointIO
     from lightning_gpu_tools.trainer.exact_resume import ExactResume as ExactResume
     from lightning_gpu_tools.trainer.gpu_utilization import GPUUtilizationAdvisor as GPUUtilizationAdvisor
     from lightning_gpu_tools.trainer.gpu_utilization import GPUUtilizationMonitor as GPUUtilizationMonitor
     from lightning_gpu_tools.trainer.load_from_checkpoint import load_from_checkpoint as load_from_checkpoint
     from lightning_gpu_tools.trainer.num_workers_finder import NumWorkersFinder as NumWorkersFinder
+    from lightning_gpu_tools.trainer.strategies import FreeMemoryCUDAAccelerator as FreeMemoryCUDAAccelerator
     from lightning_gpu_tools.trainer.watch import watch as watch
 
 _MODULE_OF = {
     "ExactResume": "trainer.exact_resume",
-    "FreeMemoryCUDAAccelerator": "trainer.accelerator",
+    "FreeMemoryCUDAAccelerator": "trainer.strategies",
     "GPUUtilizationAdvisor": "trainer.gpu_utilization",
     "GPUUtilizationMonitor": "trainer.gpu_utilization",
     "LightningGpuToolsError": "errors",

@@ -1,4 +1,4 @@
-"""What a dataset holds: a walk through its attributes, and those of datasets, functions and files in them.
+"""What a dataset holds, and the DataLoaders in what a loop iterates: walks through attributes, lists and dictionaries.
 
 Only attributes and items are read. No code of the dataset runs.
 """
@@ -20,13 +20,14 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 # Our defaults: the walk takes 10 ms at most. All items of a long list are usually alike.
 _MAX_THINGS = 5000
 _MAX_ITEMS = 64
 _MAX_ELEMENTS = 4096  # of a tensor or an array
 _MAX_TEXT = 100
+_MAX_DEPTH = 5  # of loaders: tqdm around a loader of the program's own around a dictionary
 _ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType)
 _CONTAINERS: tuple[Any, ...] = (list, tuple, set, frozenset, deque, dict)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -213,3 +214,51 @@ def _numpy_state(thing: Any) -> object:
     if kind == "Generator":
         return thing.bit_generator.state
     return thing.get_state(legacy=False) if kind == "RandomState" else None
+
+
+# Loaders
+
+
+class Inside(NamedTuple):
+    """A loader that a loop gets batches from."""
+
+    name: str  # its key in quotes, or its number; empty if it is the only one
+    loader: object  # a DataLoader, or whatever has none inside
+    within: str = ""  # class of the object that it was found in, unless that is a dictionary, list or tuple
+
+
+def loaders_in(given: object) -> list[Inside]:
+    """Return the loaders inside an object, each once: at least one, which may be the object itself."""
+    found = [*_inside(given, "", "", set(), _MAX_DEPTH)] or [Inside("", given)]
+    if len(found) == 1:
+        return [found[0]._replace(name="")]
+    return [one._replace(name=one.name or f"number {place}") for place, one in enumerate(found, 1)]
+
+
+def _inside(thing: Any, name: str, within: str, seen: set[int], depth: int) -> Iterator[Inside]:
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, DataLoader):
+        yield Inside(name, thing, within)
+    elif depth and isinstance(thing, (dict, list, tuple)):
+        keyed = [*thing.items()] if isinstance(thing, dict) else [(None, one) for one in thing[:_MAX_ITEMS]]
+        named = [(name if key is None else f'"{key}"', one) for key, one in keyed[:_MAX_ITEMS]]
+        found = [(key, value, [*_inside(value, key, within, seen, depth - 1)]) for key, value in named]
+        is_of_loaders = any(inside for _, _, inside in found)  # not of batches
+        for key, value, inside in found:
+            yield from inside or ([Inside(key, value)] if is_of_loaders and not within else [])
+    elif depth and _is_iterated(thing):
+        parts: list[Any] = []
+        for part in attributes(thing).values():
+            if isinstance(part, (list, tuple)):
+                parts += part[:_MAX_ITEMS]
+            elif not isinstance(part, (str, bytes, dict, types.ModuleType)):
+                parts.append(part)
+        for part in filter(_is_iterated, parts):
+            yield from _inside(part, name, within or type(thing).__qualname__, seen, depth - 1)
+
+
+def _is_iterated(thing: object) -> bool:
+    kind = type(thing)
+    return (hasattr(kind, "__iter__") or hasattr(kind, "__next__")) and kind.__module__ != "torch"

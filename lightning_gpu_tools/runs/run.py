@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.loaders.inside import Inside
+from lightning_gpu_tools.loaders.held import Inside
 from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.memory.holdings import Training
 from lightning_gpu_tools.patches import Patches

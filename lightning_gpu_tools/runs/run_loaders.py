@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_gpu_tools.advice.findings import MIN_SAMPLES
 from lightning_gpu_tools.host import children_cpu_s
 from lightning_gpu_tools.loaders.facts import read_loader_facts
-from lightning_gpu_tools.loaders.inside import Inside
+from lightning_gpu_tools.loaders.held import Inside
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training.background import SafeReader

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gpu_tools.loaders.facts import read_loader_facts
-from lightning_gpu_tools.loaders.inside import Inside, loaders_in
+from lightning_gpu_tools.loaders.held import Inside, loaders_in
 from lightning_gpu_tools.loaders.settings import forks_workers, settings_of
 from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.runs.run import Run, slowest_loader

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from trainings import Samples
 
-from lightning_gpu_tools.loaders.inside import loaders_in
+from lightning_gpu_tools.loaders.held import loaders_in
 from lightning_gpu_tools.loaders.settings import settings_of
 
 

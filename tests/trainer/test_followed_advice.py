@@ -32,7 +32,7 @@ from lightning_gpu_tools.advice.causes.time.unexplained import explain_rest
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper, ranks
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.lost_time import FIND_FUNCTION
-from lightning_gpu_tools.trainer.accelerator import why_no_cuda
+from lightning_gpu_tools.trainer.strategies import why_no_cuda
 from lightning_gpu_tools.training.run_measurements import LoaderSettings, LoadingFacts, RunMeasurements
 
 
