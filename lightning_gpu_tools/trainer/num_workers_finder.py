@@ -15,7 +15,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_gpu_tools.advice.loader_plan import combined
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched
 from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.environment import is_disabled
@@ -29,8 +28,7 @@ from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.trainer.facts import trains_on_gpu
 from lightning_gpu_tools.trainer.families import GuardedCallback, LightningModule, Trainer
 from lightning_gpu_tools.trainer.fit_session import FitSession
-from lightning_gpu_tools.training.rank_exchange import Board
-from lightning_gpu_tools.training.run_measurements import DATA_LOADING, LoaderFacts, LoaderResult, LoaderSettings
+from lightning_gpu_tools.training.run_measurements import DATA_LOADING, LoaderFacts, LoaderResult
 from lightning_gpu_tools.units import format_duration, number_ranges, plural, printable
 
 # Our default: ranks reach a search at the same time, and trials end with the budget.
@@ -64,16 +62,11 @@ class NumWorkersFinder(GuardedCallback):
     Batches, their order and the random numbers of the training process stay the same. There is one exception: with
     ``num_workers=0``, random numbers that the dataset draws come from the workers afterwards, as with every change of
     ``num_workers``; the result reports it. With ``ExactResume``, these stay the same, too. A failure of this callback
-    never stops training.
+    never stops training. All ranks make the same decision.
 
-    Some loaders keep their settings, with the reason in the result and what to change first: those whose dataset is
-    iterable, holds an open file, a lock or a running generator, or changes while it is used (a cache, its own random
-    generator); all loaders of a process that may not start others; those whose sampler draws random numbers during the
-    epoch; and those with a position (``StatefulDataLoader``), their own ``_get_iterator``, or ``in_order=False``. With
-    several training loaders, the one that training waits for most is changed.
-
-    All ranks make the same decision. Nothing happens with ``fast_dev_run``, ``overfit_batches``, ``barebones``, or in
-    trials of a tuner. If the step computes on the CPU, a change requires a predicted gain of more than 15%.
+    Loaders that workers would break keep their settings, with the reason in the result and what to change first. With
+    several training loaders, the one that training waits for most is changed. Nothing happens with ``fast_dev_run``,
+    ``overfit_batches`` or ``barebones``.
 
     Args:
         budget_s: Maximum seconds that training may pause, even if an item of the dataset hangs.
@@ -117,7 +110,7 @@ class NumWorkersFinder(GuardedCallback):
         self._steps = 0
         self._next: Callable[[], None] | None = None
         self._due = plan.STUDY_STEPS
-        self._said: list[dict[str, Any]] = []  # to the other ranks
+        self._rounds = 0  # of facts for the other ranks
         # Even in a tuner's trials (LearningRateFinder, BatchSizeFinder): training may get their last loader.
         self._patches = Patches()
         self._patches.put(trainer, "fit_loop.setup_data", partial(partial, self._set_up_in_order))
@@ -176,7 +169,6 @@ class NumWorkersFinder(GuardedCallback):
         # Steps of a tuner's trial do not count.
         for loading in self._loadings:
             loading.steps = []
-        self._board: Board = self._session.board("loader")
         self._next = self._search
 
     @override
@@ -196,24 +188,23 @@ class NumWorkersFinder(GuardedCallback):
 
     def _gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the facts of all ranks, by rank."""
-        board, world_size = self._board, self._trainer.world_size
-        if world_size == 1:
+        if self._trainer.world_size == 1:
             return [facts]
+        self._rounds += 1
+        board = self._session.board(f"loader {self._rounds}")
         if not board.is_shared:
             raise SilentRankError("the ranks cannot agree without torch.distributed")
-        # All rounds, because a rank that is behind may not have read the last one.
-        self._said.append(facts)
-        began_s, late = time.monotonic(), list(range(world_size))
+        board.post(**facts)
+        began_s, late = time.monotonic(), list(range(self._trainer.world_size))
         while late:
-            board.post(rounds=self._said)
             board.read(late)
-            late = [rank for rank in late if len(board.entries.get(rank, {}).get("rounds", [])) < len(self._said)]
+            late = [rank for rank in late if rank not in board.entries]
             waited_s = time.monotonic() - began_s
             if late and waited_s > self.budget_s + _RANKS_TIMEOUT_S:
                 raise SilentRankError(f"rank{'s' * (len(late) > 1)} {number_ranges(late)} did not respond")
             if late:
                 time.sleep(max(_POLL_S, waited_s / 8))
-        return [entry["rounds"][len(self._said) - 1] for _, entry in sorted(board.entries.items())]
+        return [entry for _, entry in sorted(board.entries.items())]
 
     def _search(self) -> None:
         trainer, run = self._trainer, self._session.run
@@ -228,9 +219,10 @@ class NumWorkersFinder(GuardedCallback):
         )
         loading = self._loading
         self._study = [] if self._tuned is None else studies.get(self._tuned, [])
-        obstacle, nothing = self._obstacle(loading)
-        threads = torch.get_num_threads()
-        cost = None if obstacle or not loading else plan.step_cost(self._study, threads, loading.original)._asdict()
+        obstacle, nothing, cost = self._obstacle(loading), None, None
+        if obstacle is None and loading is not None:
+            nothing = plan.why_no_search(self._study)
+            cost = plan.step_cost(self._study, torch.get_num_threads(), loading.original)._asdict()
         all_facts = self._gather({"obstacle": obstacle, "nothing": nothing, "step": cost})
         obstacle = next((facts["obstacle"] for facts in all_facts if facts["obstacle"]), None)
         if obstacle or loading is None or self._tuned is None:
@@ -280,22 +272,22 @@ class NumWorkersFinder(GuardedCallback):
         dataset = getattr(self._adopted[self._tuned].given, "dataset", None)
         return f" {printable(named)}" + ("" if dataset is None else f" ({printable(type(dataset).__name__)})")
 
-    def _obstacle(self, loading: Loading | None) -> tuple[str | None, str | None]:
-        """Return the reason why the loader cannot be changed, and the reason why there is nothing to gain."""
+    def _obstacle(self, loading: Loading | None) -> str | None:
+        """Return the reason why the loader cannot be changed."""
         if self._patches.missing:
-            return f"this version of Lightning has no {self._patches.missing[0]}", None
+            return f"this version of Lightning has no {self._patches.missing[0]}"
         if self._tuned is None:
-            return "there is no loader", None
+            return "there is no loader"
         one = self._adopted[self._tuned]
         made: Any = one.made
         if loading is None or not loading.has_begun:
-            return one.fixed or f"a {type(made).__qualname__} has its own iteration", None
+            return one.fixed or f"a {type(made).__qualname__} has its own iteration"
         if not self._study:
-            return "its epochs are too short to measure a step", None
+            return "its epochs are too short to measure a step"
         obstacle = why_not_switched(one.facts, read_loader_facts(made))
         if obstacle is None and loading.new_pass is Pass and draws_late(made):
-            obstacle = "its sampler draws random numbers during the epoch, and other settings would draw them earlier"
-        return obstacle, plan.why_no_search(self._study)
+            return "its sampler draws random numbers during the epoch, and other settings would draw them earlier"
+        return obstacle
 
     def _use(self, loading: Loading, found: LoaderResult) -> None:
         chosen, reason = found.settings, found.reason
@@ -311,15 +303,12 @@ class NumWorkersFinder(GuardedCallback):
         if self._name:
             reason += f" The loader is{self._name}."
         self._set_result(dataclasses.replace(found, applied=applied, reason=reason))
-        for trial in found.trials:
-            if trial.failed is not None:
-                _say(f"{_settings_text(trial.settings)}: {trial.failed}")
-        for trial in combined(found.trials):
-            _say(f"{_settings_text(trial.settings)}: {trial.batches_per_s or 0.0:.4g} batches/s")
         if chosen is not None:
             state = "is now in use" if applied else "was found, but not applied"
             state = "is unchanged" if chosen == found.original else state
-            _say(f"{_settings_text(chosen)} {state}. {reason}")
+            others = ("prefetch_factor", "persistent_workers", "pin_memory")
+            set_ones = [f"{name}={getattr(chosen, name)}" for name in others if getattr(chosen, name)]
+            _say(f"{', '.join([f'num_workers={chosen.num_workers}', *set_ones])} {state}. {reason}")
 
     def _confirm(self, loading: Loading, ramp_up: int) -> None:
         """Keep the settings if steps take no longer than before, on the slowest rank."""
@@ -395,9 +384,3 @@ class NumWorkersFinder(GuardedCallback):
 
 def _say(text: str) -> None:
     rank_zero_info(f"NumWorkersFinder: {text}")
-
-
-def _settings_text(settings: LoaderSettings) -> str:
-    others = ("prefetch_factor", "persistent_workers", "pin_memory")
-    set_ones = [f"{name}={value}" for name in others if (value := getattr(settings, name))]
-    return ", ".join([f"num_workers={settings.num_workers}", *set_ones])
