@@ -77,7 +77,7 @@ def stopped_and_resumed(
 @pytest.mark.follows("To continue, run the same command with fit(..., ckpt_path={}).")
 @pytest.mark.parametrize(
     ("hook", "options"),
-    [("on_train_batch_start", {"accumulate_grad_batches": 2}), ("on_validation_batch_end", {})],
+    [("on_train_batch_start", {"accumulate_grad_batches": 2, "limit_val_batches": 0}), ("on_validation_batch_end", {})],
     ids=["step", "validation"],
 )
 def test_a_run_asked_to_stop_saves_and_can_continue(
