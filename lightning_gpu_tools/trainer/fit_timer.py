@@ -6,7 +6,7 @@ generator for each. Here each call is a table lookup, so timing does not slow tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from typing import Any, ClassVar
@@ -27,22 +27,6 @@ from lightning_gpu_tools.training.compat import WORKER_LOOP, keep_from_compiler
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.step_clock import StepClock
 
-# Of a fit: other validation hooks are part of the validation phase.
-_FIT_HOOKS = frozenset(
-    {
-        "on_train_start",
-        "on_train_epoch_start",
-        "on_train_batch_start",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_train_batch_end",
-        "on_train_epoch_end",
-        "on_validation_end",
-        "on_train_end",
-    }
-)
 _TRANSFER_HOOKS = frozenset({"on_before_batch_transfer", "on_after_batch_transfer"})
 # Hooks of the strategy, and of a model that does not override them.
 _STEP_PARTS = {
@@ -66,11 +50,10 @@ class FitTimer(Timer):
     """
 
     step_ended: Callable[[Any], None] | None = None  # to be called with the batch of each step; set before the run
-
-    hooks: Collection[str] = _FIT_HOOKS  # of callbacks, to time
-    users_hooks: Collection[str] = (  # of the model and the data module
-        (_FIT_HOOKS - {"on_validation_end"}) | _TRANSFER_HOOKS | _STEP_PARTS.keys() | {"lr_scheduler_step"}
-    )
+    # Names of hooks to time begin with these: of callbacks, and of the model and the data module. The others of a
+    # validation are part of its phase.
+    hooks: tuple[str, ...] = ("on_train_", "on_before_", "on_after_", "on_validation_end")
+    users_hooks: tuple[str, ...] = ("on_train_", "on_before_", "on_after_", "lr_scheduler_step", *_STEP_PARTS)
     parts: Mapping[str, str] = _STEP_PARTS  # phases of a step, by the strategy's hook
     # Like on_after_batch_transfer, it gets a batch before its step, and may have kernels of its own.
     batch_start = "on_train_batch_start"
@@ -235,11 +218,11 @@ class FitTimer(Timer):
     def _phase_of(self, action: str, owner: str, hook: str) -> str | None:
         trainer = self._trainer
         if owner == "Callback":
-            callbacks = trainer.callbacks if hook in self.hooks else ()  # type: ignore[attr-defined]
+            callbacks = trainer.callbacks if hook.startswith(self.hooks) else ()  # type: ignore[attr-defined]
             return _callback_phase(action, hook, callbacks)
-        if owner == "LightningDataModule" and hook in self.users_hooks:
+        if owner == "LightningDataModule" and hook.startswith(self.users_hooks):
             return _users_phase(trainer.datamodule, owner, hook)  # type: ignore[attr-defined]
-        if owner == "LightningModule" and hook in self.users_hooks:
+        if owner == "LightningModule" and hook.startswith(self.users_hooks):
             users = _users_phase(trainer.lightning_module, owner, hook)
             if users is not None:
                 return users
@@ -261,9 +244,7 @@ class EvaluationTimer(FitTimer):
     def _time_run(self) -> None:
         stage = self._run.stage
         name = self._name = "validation" if stage == "validate" else stage
-        moments = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
-        hooks = frozenset(f"on_{name}_{moment}" for moment in moments)
-        self.hooks, self.users_hooks = hooks, hooks | _TRANSFER_HOOKS
+        self.hooks, self.users_hooks = (f"on_{name}_",), (f"on_{name}_", *_TRANSFER_HOOKS)
         self.parts, self.batch_start = {f"{name}_step": phases.FORWARD}, f"on_{name}_batch_start"
         self._time_from(f"{stage}_loop.{compat.EVALUATION[stage]}", to=f"{stage}_loop.on_run_end")
 

@@ -79,12 +79,8 @@ def _build_module(
             f"{printable_path(path)} has {describe_content(given)} for hyperparameters, not a dictionary with string "
             "keys. Pass them in an hparams_file."
         )
-    values = dict(given)
-    values.update(arguments)
-    parameters = dict(inspect.signature(model_class.__init__).parameters)
-    me = next(iter(parameters))
-    del parameters[me]
-    values.pop(me, None)
+    values = {**given, **arguments}
+    parameters = inspect.signature(model_class).parameters
     whole = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_NAME)
     if isinstance(whole, str) and whole in parameters and whole != "kwargs":  # the class takes all as one argument
         kind: Any = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_TYPE)  # OmegaConf's class
