@@ -10,7 +10,6 @@ import textwrap
 import types
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +64,8 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
     is_forked = forks_workers(loader)
     pickled = [] if is_forked else [*held, *of_collate]
     not_picklable = (item.shown.name for item in pickled if is_not_picklable(item.thing) and not _pickles_itself(item))
-    facts = LoaderFacts(
+    is_iterable, things = isinstance(dataset, IterableDataset), [item.thing for item in held]
+    return LoaderFacts(
         kind=shown,
         name=name,
         within=within,
@@ -84,16 +84,10 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
         drop_last=loader.drop_last,
         collates=loader.collate_fn is default_collate,
         is_table=_is_table(dataset),
-    )
-    if not isinstance(dataset, IterableDataset):
-        return facts
-    things = [item.thing for item in held]
-    return replace(
-        facts,
-        is_iterable=True,
-        splits=_splits(dataset, things, loader.worker_init_fn),
-        is_webdataset=any(map(_is_of_webdataset, things)),
-        shards=_shards(things),
+        is_iterable=is_iterable,
+        splits=_splits(dataset, things, loader.worker_init_fn) if is_iterable else None,
+        is_webdataset=is_iterable and any(map(_is_of_webdataset, things)),
+        shards=_shards(things) if is_iterable else None,
     )
 
 

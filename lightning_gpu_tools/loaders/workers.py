@@ -177,7 +177,7 @@ class _Deaths:
             if worker.exitcode:
                 self._fetching = False
                 how = how_it_ended(worker.exitcode, oom_kills() - self._oom_kills)
-                raise DeadWorkerError(f"a worker process {how.what}")
+                raise RuntimeError(f"a worker process {how.what}")
 
     def undo(self) -> None:
         """Remove the handler. If another handler was installed on top, it only passes the signal on."""
@@ -185,7 +185,3 @@ class _Deaths:
         current: Any = signal.getsignal(signal.SIGCHLD) if self._installed else None
         if current is self:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL if self._before is None else self._before)
-
-
-class DeadWorkerError(Exception):
-    """A worker process has died."""

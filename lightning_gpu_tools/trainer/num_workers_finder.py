@@ -157,10 +157,6 @@ class NumWorkersFinder(GuardedCallback):
     def _loadings(self) -> list[Loading]:
         return [loading for one in self._adopted.values() if (loading := one.loading) is not None]
 
-    @property
-    def _loading(self) -> Loading | None:
-        return None if self._tuned is None else self._adopted[self._tuned].loading
-
     def _set_result(self, found: LoaderResult) -> None:
         self.result = self._session.loader_result = found
 
@@ -195,15 +191,13 @@ class NumWorkersFinder(GuardedCallback):
         if not board.is_shared:
             raise SilentRankError("the ranks cannot agree without torch.distributed")
         board.post(**facts)
-        began_s, late = time.monotonic(), list(range(self._trainer.world_size))
-        while late:
-            board.read(late)
-            late = [rank for rank in late if rank not in board.entries]
+        began_s, ranks = time.monotonic(), range(self._trainer.world_size)
+        while late := [rank for rank in ranks if rank not in board.entries]:
             waited_s = time.monotonic() - began_s
-            if late and waited_s > self.budget_s + _RANKS_TIMEOUT_S:
-                raise SilentRankError(f"rank{'s' * (len(late) > 1)} {number_ranges(late)} did not respond")
-            if late:
-                time.sleep(max(_POLL_S, waited_s / 8))
+            if waited_s > self.budget_s + _RANKS_TIMEOUT_S:
+                raise SilentRankError(f"ranks {number_ranges(late)} did not respond")
+            time.sleep(max(_POLL_S, waited_s / 8))
+            board.read(late)
         return [entry for _, entry in sorted(board.entries.items())]
 
     def _search(self) -> None:
@@ -217,7 +211,7 @@ class NumWorkersFinder(GuardedCallback):
         self._tuned = self._slowest(
             {place: fmean([step.wait_s for step in study] or [0.0]) for place, study in studies.items()}
         )
-        loading = self._loading
+        loading = None if self._tuned is None else self._adopted[self._tuned].loading
         self._study = [] if self._tuned is None else studies.get(self._tuned, [])
         obstacle, nothing, cost = self._obstacle(loading), None, None
         if obstacle is None and loading is not None:

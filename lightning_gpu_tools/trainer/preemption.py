@@ -26,7 +26,7 @@ from lightning_gpu_tools.training.background import BackgroundJobs
 
 _POLL_S = 0.25  # our default: a request may be this late, of the usual 30 s or more of grace
 _AGREE_TIMEOUT_S = 20.0  # our default: a rank that has not answered by then is lost, and saving would hang
-_SIGNALS = tuple(vars(signal)[name] for name in ("SIGTERM", "SIGUSR1") if name in vars(signal))  # Windows: one
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preemption:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from types import TracebackType
@@ -237,9 +237,7 @@ class _Batches(Generic[_T]):
         self._loader = loader
 
     def __len__(self) -> int:
-        if not isinstance(self._loader, Sized):
-            raise TypeError(f"a {type(self._loader).__qualname__} has no length")
-        return len(self._loader)
+        return len(self._loader)  # type: ignore[arg-type]  # raises if it has none
 
     def __iter__(self) -> Iterator[_T]:
         return self._measured() if self._watch._is_on else iter(self._loader)

@@ -76,7 +76,7 @@ class Stuck:
     [
         (range(9), "it is a builtins.range"),
         (DataLoader(Broken(9)), "a worker process cannot load a batch (KeyError: 'no such sample')"),
-        (DataLoader(Killed(9)), "DeadWorkerError: a worker process was killed by SIGKILL, but not by the kernel"),
+        (DataLoader(Killed(9)), "RuntimeError: a worker process was killed by SIGKILL, but not by the kernel"),
         (DataLoader(Holding(threading.Lock())), "worker processes cannot copy its dataset (`Holding.thing`)"),
         (DataLoader(Samples(5), sampler=Stuck()), "its sampler yields no batches (TypeError"),
     ],
