@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -96,4 +95,5 @@ def test_all_ranks_try_and_decide_the_same(tmp_path: Path) -> None:
         for mode in ("tuned", "faulty"):
             assert rank[mode]["batches"] == rank["untouched"]["batches"]
             assert rank[mode]["weights"] == rank["untouched"]["weights"]
-    assert len(re.findall(r"num_workers=0: [\d.]+ batches/s", "".join(one.stderr for one in ended))) == 2  # of rank 0
+    said = "".join(one.stderr for one in ended)
+    assert said.count("training pauses for at most 30 s to try DataLoader settings") == 3  # of rank 0
