@@ -140,7 +140,7 @@ def test_importing_the_package_imports_nothing_but_five_small_files(
     assert child.returncode == 0, child.stderr
     ours = [
         NAME,
-        *(f"{NAME}.{name}" for name in ("environment", "trainer", "trainer.entry_points")),
+        *(f"{NAME}.{name}" for name in ("environment", "trainer", "trainer.entry_points", "trainer.import_hooks")),
     ]
     assert set(child.stdout.split()) == {"__future__", *ours}
 

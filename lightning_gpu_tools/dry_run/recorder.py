@@ -51,7 +51,7 @@ from lightning_gpu_tools.memory.blocks import (
 from lightning_gpu_tools.memory.counters import read_memory
 from lightning_gpu_tools.memory.holdings import fixed_sizes_of, plain_tensors, workspace_sizes_of
 from lightning_gpu_tools.memory.readings import Block, MemoryLine, Segment, StepMemory
-from lightning_gpu_tools.trainer.entry_points import when_imported
+from lightning_gpu_tools.trainer.import_hooks import when_imported
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.source_lines import line_in, stack_of
 from lightning_gpu_tools.units import printable

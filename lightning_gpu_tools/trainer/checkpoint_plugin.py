@@ -39,7 +39,6 @@ from lightning_gpu_tools.errors import (
 )
 from lightning_gpu_tools.files import remove
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.entry_points import FABRICS, when_imported
 from lightning_gpu_tools.trainer.families import (
     Callback,
     CheckpointIO,
@@ -48,6 +47,7 @@ from lightning_gpu_tools.trainer.families import (
     Trainer,
     overrides,
 )
+from lightning_gpu_tools.trainer.import_hooks import FABRICS, when_imported
 from lightning_gpu_tools.trainer.load_from_checkpoint import as_lightning_checkpoint
 from lightning_gpu_tools.units import printable, printable_path
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_gpu_tools.loaders.workers import is_of_dead_worker
-from lightning_gpu_tools.trainer.entry_points import FABRICS, FAMILIES, TRAINERS, only_warn, when_imported
+from lightning_gpu_tools.trainer.import_hooks import FABRICS, FAMILIES, TRAINERS, only_warn, when_imported
 from lightning_gpu_tools.units import printable
 
 _PACKAGE = __name__.partition(".")[0]

@@ -27,8 +27,8 @@ from lightning_gpu_tools.selection import placement
 from lightning_gpu_tools.selection.picking import list_gpus
 from lightning_gpu_tools.selection.ranking import LAST_RUN, OPTIONS, Request, documented
 from lightning_gpu_tools.selection.visibility import visible_gpus, why_fewer
-from lightning_gpu_tools.trainer.entry_points import FABRICS, when_imported
 from lightning_gpu_tools.trainer.families import CUDAAccelerator, Strategy, family_of, front_of, subclass
+from lightning_gpu_tools.trainer.import_hooks import FABRICS, when_imported
 
 # By a Trainer and a Fabric, before they set any attribute.
 _READ_FIRST = ("_accelerator", "_precision_plugin", "_precision", "_checkpoint_io", "cluster_environment")

@@ -73,7 +73,7 @@ def test_whatever_is_broken_a_trainer_trains(run_python: Callable[..., subproces
     answer = run_python("-c", f"{TRAIN}{BROKEN}", timeout=150)
     package = "lightning_gpu_tools"
     trainer = f"{package}.trainer"
-    light = [package, f"{package}.environment", trainer, f"{trainer}.entry_points"]
+    light = [package, f"{package}.environment", trainer, f"{trainer}.entry_points", f"{trainer}.import_hooks"]
     assert f"IMPORTED {' '.join(light)}\n" in answer.stdout
     found = trained(answer)
     assert {name: (steps, count) for name, (steps, count, _) in found.items()} == {

@@ -21,7 +21,7 @@ def _record(torch: ModuleType) -> None:
 if os.environ.get(VARIABLE):
     if importlib.util.find_spec("lightning_gpu_tools") is None:  # the command has another Python environment
         sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
-    from lightning_gpu_tools.trainer.entry_points import when_imported
+    from lightning_gpu_tools.trainer.import_hooks import when_imported
 
     when_imported("", _record, ("torch",))
     others = [entry for entry in sys.path if os.path.abspath(entry) != os.path.dirname(os.path.abspath(__file__))]
