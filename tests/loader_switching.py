@@ -19,8 +19,7 @@ from trainings import Boom, Model, Samples, quiet_trainer
 
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.loaders import plan, search
-from lightning_gpu_tools.loaders.passes import continued
-from lightning_gpu_tools.loaders.random_states import random_states
+from lightning_gpu_tools.loaders.passes import continued, random_states
 from lightning_gpu_tools.trainer import num_workers_finder
 from lightning_gpu_tools.types import LoaderSettings
 

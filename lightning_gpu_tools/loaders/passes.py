@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 import time
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.loaders.held import contents_of, held_by
 from lightning_gpu_tools.loaders.plan import Step
-from lightning_gpu_tools.loaders.random_states import draw_seed, seed_cpu, undisturbed
 from lightning_gpu_tools.loaders.settings import plain_loader, sampler_of, settings_of
 from lightning_gpu_tools.loaders.workers import GRACE_S, Batches, in_one_line
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 # Our default: if no batch arrives for this long, new settings are abandoned.
 MAX_BATCH_S = 120.0
+_MAX_NUMPY_SEED = 2**32
 
 
 class ContinuedLoader(DataLoader[Any]):
@@ -275,3 +278,35 @@ class Pass:
     def __del__(self) -> None:
         if "indices" in vars(self):  # else its sampler has failed
             self.release()
+
+
+# The global random generators
+
+
+def random_states() -> tuple[Any, Any, Any]:
+    """Return the states of torch's (CPU), NumPy's and Python's global generators."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Restore the global random states when the block ends."""
+    of_torch, of_numpy, of_python = random_states()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """Draw the seed of a new iterator like torch's DataLoader; ``None`` means the global generator."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed the global generators of torch (CPU), NumPy and Python."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % _MAX_NUMPY_SEED)
+    random.seed(seed)

@@ -28,8 +28,8 @@ from lightning_gpu_tools.advice.workers_allowed import why_not_searched
 from lightning_gpu_tools.arguments import check_seconds
 from lightning_gpu_tools.host import HostBudget, private_memory_bytes, read_host_budget
 from lightning_gpu_tools.loaders.facts import read_loader_facts
+from lightning_gpu_tools.loaders.passes import random_states, undisturbed
 from lightning_gpu_tools.loaders.plan import LoaderCase, Step, choose, next_trial, ramp_up
-from lightning_gpu_tools.loaders.random_states import random_states, undisturbed
 from lightning_gpu_tools.loaders.settings import batch_bytes, plain_loader, sampler_of, settings_of
 from lightning_gpu_tools.loaders.workers import Batches, in_one_line
 from lightning_gpu_tools.selection.placement import count_devices

@@ -17,8 +17,7 @@ from typing_extensions import override
 
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import CheckpointMismatchError
-from lightning_gpu_tools.loaders.random_states import mixed, seed_all
-from lightning_gpu_tools.loaders.resumable import Positions, inexact, is_resumable
+from lightning_gpu_tools.loaders.resumable import Positions, inexact, is_resumable, mixed, seed_all
 from lightning_gpu_tools.patches import Patches, after, before
 from lightning_gpu_tools.trainer import compat, epoch_metrics
 from lightning_gpu_tools.trainer.families import GuardedCallback, LightningModule, Trainer, base_of, lookup, overrides
