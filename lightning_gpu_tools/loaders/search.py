@@ -226,12 +226,8 @@ def draws_late(loader: DataLoader[Any]) -> bool:
     return len(states) == 2 and states[0] != states[1]
 
 
-# Returns the facts of all ranks, identical on each, or raises SilentRankError.
+# Returns the facts of all ranks, identical on each, or raises TimeoutError.
 Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
-
-
-class SilentRankError(Exception):
-    """The ranks of a job cannot agree; the message gives the reason."""
 
 
 def search(

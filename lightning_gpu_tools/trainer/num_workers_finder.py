@@ -22,7 +22,7 @@ from lightning_gpu_tools.host import read_host_budget
 from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.passes import ContinuedLoader, Loading, Pass, continued
-from lightning_gpu_tools.loaders.search import SilentRankError, draws_late, search
+from lightning_gpu_tools.loaders.search import draws_late, search
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.trainer.facts import trains_on_gpu
@@ -174,7 +174,7 @@ class NumWorkersFinder(GuardedCallback):
             action, self._next = self._next, None
             try:
                 self._as_own_work(action)
-            except SilentRankError as error:
+            except TimeoutError as error:
                 self._revert(f"The new settings could not be confirmed ({error})")
                 if self.result is None:
                     self._leave(_OBSTACLE.format(self._name, error))
@@ -188,14 +188,14 @@ class NumWorkersFinder(GuardedCallback):
             return [facts]
         self._rounds += 1
         board = self._session.board(f"loader {self._rounds}")
-        if not board.is_shared:
-            raise SilentRankError("the ranks cannot agree without torch.distributed")
+        if not board.is_shared:  # without torch.distributed
+            raise TimeoutError("the ranks cannot reach each other")
         board.post(**facts)
         began_s, ranks = time.monotonic(), range(self._trainer.world_size)
         while late := [rank for rank in ranks if rank not in board.entries]:
             waited_s = time.monotonic() - began_s
             if waited_s > self.budget_s + _RANKS_TIMEOUT_S:
-                raise SilentRankError(f"ranks {number_ranges(late)} did not respond")
+                raise TimeoutError(f"ranks {number_ranges(late)} did not respond")
             time.sleep(max(_POLL_S, waited_s / 8))
             board.read(late)
         return [entry for _, entry in sorted(board.entries.items())]
