@@ -25,11 +25,11 @@ class Run(Training, Protocol):
     """The facts that the Trainer, Fabric or loop knows about a run; ``None`` = unknown, or none."""
 
     has_trainer: bool  # whether a Trainer drives it, so that advice can name its options
-    validation_loaders: tuple[LoaderSettings, ...]  # of validations within a fit, if they are torch's
-    validation_facts: tuple[LoaderFacts, ...]  # of those without workers, before their first batch
-    forks_for_validation: bool  # whether their workers are forked, and so have started once the iterator exists
-    slowest: int  # place of the loader that training waits for most, among the loaders
-    stage: Stage
+    validation_loaders: tuple[LoaderSettings, ...] = ()  # of validations within a fit, if they are torch's
+    validation_facts: tuple[LoaderFacts, ...] = ()  # of those without workers, before their first batch
+    forks_for_validation: bool = True  # whether their workers are forked, and so have started once the iterator exists
+    slowest: int = 0  # place of the loader that training waits for most, among the loaders
+    stage: Stage = "fit"
     place: RankPlace  # of this rank in the job
     gpus: Sequence[torch.device]  # the NVIDIA GPUs on which the ranks of this node train
     loggers: Sequence[Any]  # Lightning's

@@ -67,8 +67,6 @@ class TrainerRun(Run):
     """The ``Run`` of a Trainer's fit."""
 
     has_trainer = True
-    slowest = 0
-    stage: Stage = "fit"
     device = _trainers("strategy.root_device")
     module = _trainers("lightning_module")
     optimizers = _trainers("optimizers")
@@ -84,9 +82,6 @@ class TrainerRun(Run):
         self.place, self.gpus = place_of(trainer), gpus_of(trainer)
         self.gpu = self.gpus[self.place.local_rank % len(self.gpus)] if self.gpus else None
         self._loaders: tuple[object, Sequence[Inside]] = None, ()
-        self.validation_loaders: tuple[LoaderSettings, ...] = ()
-        self.validation_facts: tuple[LoaderFacts, ...] = ()
-        self.forks_for_validation = True
 
     @property
     def _given(self) -> object:
