@@ -1,12 +1,19 @@
-"""Sizes and durations as text (``"8GiB"``, ``"90s"``), wrapping, and escaping of foreign text."""
+"""Text and arguments: sizes and durations (``"8GiB"``), wrapping, escaping of foreign text, checks of arguments."""
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
+from numbers import Integral, Real
+from typing import Any, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 # Powers of 1024 for KiB/MiB/GiB/TiB and of 1000 for kB/MB/GB/TB: IEC 80000-13 and SI. K/M/G/T are powers of 1024, as in
 # SLURM (--mem=8G, str_to_mbytes() in its src/common/proc_args.c) and Docker (-m 8g).
@@ -161,3 +168,58 @@ def _escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+# The annotations that `checked` knows, with the types that fit and their name in its message.
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "True or False"),
+    "int": ((Integral,), "an integer"),
+    "float": ((Real,), "a number"),
+    "str": ((str,), "text"),
+    "os.PathLike[str]": ((os.PathLike,), "a path"),
+    "None": ((type(None),), "None"),
+}
+
+
+def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make a function raise a ``TypeError`` with the name and value of a keyword-only argument of a wrong type.
+
+    Other annotations than those in ``_KINDS`` fit every value.
+    """
+    code: Any = getattr(function, "__code__")  # noqa: B009 - types do not declare it
+    names = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    kinds = {name: str(function.__annotations__[name]).split(" | ") for name in names}
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kinds.keys() & kwargs.keys():
+            value = kwargs[name]
+            is_flag = isinstance(value, bool) and "bool" not in kinds[name]  # to Python, True is an integer
+            expected = [_KINDS.get(kind, ((object,), "")) for kind in kinds[name]]
+            if is_flag or not any(isinstance(value, types) for types, _ in expected):
+                words = " or ".join(words for _, words in expected)
+                raise TypeError(f"{name} must be {words}, got {printable(repr(value))}.")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def path_text(path: str | os.PathLike[str]) -> str:
+    """Return a path as text; raise a ``TypeError`` with its type if it is neither."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a path or a URL, got {printable(type(path).__name__)}.")
+    return os.fspath(path)
+
+
+def check_seconds(seconds: float, name: str) -> None:
+    """Raise a ``ValueError`` about ``name`` unless this is a positive number."""
+    if not (isinstance(seconds, Real) and 0 < seconds < math.inf):
+        raise ValueError(f"{name} must be a positive number of seconds, got {printable(repr(seconds))}.")
+
+
+def check_percentage(percent: float, name: str) -> None:
+    """Raise a ``ValueError`` about ``name`` unless this is 0, or from 1 to 100: a smaller number is a fraction."""
+    is_number = isinstance(percent, Real) and not isinstance(percent, bool)
+    if not (is_number and (percent == 0 or 1 <= percent <= 100)):
+        hint = f" For {percent:.0%}, give {100 * percent:g}." if is_number and 0 < percent < 1 else ""
+        raise ValueError(f"{name} must be 0, or a percentage from 1 to 100, got {printable(repr(percent))}.{hint}")

@@ -5,8 +5,7 @@ from typing import Any
 
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.memory_account import MemoryAccount, OtherProcess
-from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.gpus.timeline import Series
+from lightning_gpu_tools.gpus.metrics import GpuSummary, Series
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.training.run_measurements import RankStep
 

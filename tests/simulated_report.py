@@ -7,8 +7,7 @@ from dataclasses import replace
 from sample_report import FINDING, GIB, REPORT
 
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, OtherProcess
-from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.gpus.timeline import Series
+from lightning_gpu_tools.gpus.metrics import GpuSummary, Series
 from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.training.run_measurements import PhaseSpan, RankStep

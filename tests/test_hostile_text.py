@@ -31,8 +31,8 @@ from lightning_gpu_tools import (
     PortableCheckpointIO,
 )
 from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.gpus.metrics import Series
 from lightning_gpu_tools.gpus.nvml import read_gpus
-from lightning_gpu_tools.gpus.timeline import Series
 from lightning_gpu_tools.reports.report_file import load_report, to_json
 from lightning_gpu_tools.runs import drawing
 from lightning_gpu_tools.units import printable

@@ -1,14 +1,18 @@
-"""Wrappers around methods of other objects come off in any order, and leave nothing behind."""
+"""Wrappers come off in any order and leave nothing behind; stacks are read while the collector does its worst."""
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
 
-from lightning_gpu_tools.patches import Patches
+from lightning_gpu_tools.patches import Patches, frames_kept
 
 
 class Owner:
@@ -54,3 +58,106 @@ def test_a_mock_of_the_users_is_as_before() -> None:
     assert owner.method is method
     assert owner.method() == []
     assert owner.mock_calls == [call.method(), call.method()]
+
+
+# A collection in the reading thread lets the main thread run, which returns from functions with few variables and calls
+# others with many. Without the pause, Python 3.11 crashes within two seconds.
+PROGRAM = """
+import gc, sys, threading, time
+from lightning_gpu_tools.training.stacks import frames_of
+
+main, read = threading.get_ident(), []
+
+def let_others_run(phase, info):
+    if threading.get_ident() != main and phase == "stop":
+        time.sleep(0.001)
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+def small(n):
+    if n % 5 == 0:
+        Cycle()
+    return (large if n % 3 == 0 else small)(n - 1) if n else time.sleep(0)
+
+variables = [f"v{i}" for i in range(60)]
+exec(
+    "def large(n):\\n"
+    + "".join(f"    {one} = n\\n" for one in variables)
+    + "    return ((small if n % 2 else large)(n - 1), " + ", ".join(variables) + ") if n else None"
+)
+
+def sample():
+    while until_s > time.monotonic():
+        read.append(len([frame.f_lineno for frame in frames_of(main)]))
+        time.sleep(0.0005)
+
+until_s = time.monotonic() + 3.0
+gc.callbacks.append(let_others_run)
+gc.set_threshold(200)
+sys.setswitchinterval(0.0002)
+thread = threading.Thread(target=sample)
+thread.start()
+while thread.is_alive():
+    for depth in range(20, 57):
+        (small if depth % 2 else large)(depth)
+assert max(read) > 20
+assert gc.isenabled()
+"""
+
+
+# A collection inside sys._current_frames() runs a finalizer that starts a thread, which needs the lock that it holds.
+STARTS_THREAD = """
+import gc, threading
+from lightning_gpu_tools.training.line_sampler import LineSampler
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        if not event.is_set():
+            threading.Thread(target=int).start()
+            Cycle()  # for the next collection
+
+event = threading.Event()
+threads = [threading.Thread(target=event.wait) for _ in range(30)]
+for thread in threads:
+    thread.start()
+gc.set_threshold(1, 1, 1)
+Cycle()
+for _ in range(200):
+    LineSampler(None, None, list)
+event.set()
+"""
+
+
+def test_a_collection_meanwhile_does_no_harm() -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_finalizer_that_starts_a_thread_does_not_block_the_sampler() -> None:
+    ended = subprocess.run([sys.executable, "-c", STARTS_THREAD], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_collector_is_as_before(is_enabled: bool) -> None:
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with frames_kept():
+            assert not gc.isenabled() or sys.version_info[:2] != (3, 11)
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
+
+
+def test_a_child_forked_meanwhile_collects() -> None:
+    with frames_kept():
+        child = os.fork()
+        if child == 0:
+            with frames_kept():  # which needs no lock of the parent
+                pass
+            os._exit(0 if gc.isenabled() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

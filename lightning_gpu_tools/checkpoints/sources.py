@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_gpu_tools.arguments import path_text
 from lightning_gpu_tools.checkpoints.content import is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.formats import Folder, deepspeed, describe, folder_formats, opened, shard_index
 from lightning_gpu_tools.checkpoints.key_tree import shortened
@@ -22,9 +21,9 @@ from lightning_gpu_tools.checkpoints.structure import (
     damaged,
     faults_of,
 )
-from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
-from lightning_gpu_tools.units import printable_path
+from lightning_gpu_tools.patches import collector_paused
+from lightning_gpu_tools.units import path_text, printable_path
 
 _MAX_NEIGHBORS = 8  # our default: an error message must not take long
 # The weights in a folder by Hugging Face's tools, the preferred file first. The others are copies, or states of a

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from torch import nn
 
-from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.checkpoints.content import Entries, likely
 from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights, has_same_numbers
 from lightning_gpu_tools.checkpoints.inert_pickle import describe_unread
@@ -28,13 +27,13 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     shapes_of,
     weights_in,
 )
-from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     CheckpointError,
     CheckpointMismatchError,
 )
-from lightning_gpu_tools.units import plural, printable, printable_path
+from lightning_gpu_tools.patches import collector_paused
+from lightning_gpu_tools.units import checked, plural, printable, printable_path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ from lightning_gpu_tools.checkpoints.content import (
 from lightning_gpu_tools.checkpoints.inert_pickle import Opaque, beyond_plain_data, describe_unread
 from lightning_gpu_tools.checkpoints.key_tree import group_keys, is_wrapper_name
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, SUFFIXES, Structure, TensorInfo
-from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.files import exists
+from lightning_gpu_tools.patches import collector_paused
 from lightning_gpu_tools.units import format_bytes, format_duration, line_width, printable, printable_path, wrapped
 
 _ANY = "a file, a folder with a checkpoint or its shards, their index file, or the URL of a file"

@@ -25,9 +25,8 @@ from lightning_gpu_tools.dry_run.result import (
     result,
 )
 from lightning_gpu_tools.reports.text import line_label
-from lightning_gpu_tools.simulated import SimulatedCudaError
+from lightning_gpu_tools.simulated import MODELS, SimulatedCudaError, find_model
 from lightning_gpu_tools.simulated.build import libraries
-from lightning_gpu_tools.simulated.models import MODELS, find_model
 from lightning_gpu_tools.units import format_bytes, line_width, printable, wrapped
 
 _MORE_MEMORY = 16  # our default: factor for the second run, which measures a command that does not fit

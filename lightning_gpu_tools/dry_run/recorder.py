@@ -32,7 +32,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
-from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.dry_run.result import LOCK, PLAN, RECORD, Moment, ProcessRecord
 from lightning_gpu_tools.loaders.settings import batch_shape
 from lightning_gpu_tools.memory.blocks import (
@@ -51,6 +50,7 @@ from lightning_gpu_tools.memory.blocks import (
 from lightning_gpu_tools.memory.counters import read_memory
 from lightning_gpu_tools.memory.holdings import fixed_sizes_of, plain_tensors, workspace_sizes_of
 from lightning_gpu_tools.memory.readings import Block, MemoryLine, Segment, StepMemory
+from lightning_gpu_tools.patches import frames_kept
 from lightning_gpu_tools.trainer.import_hooks import when_imported
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.source_lines import line_in, stack_of

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from lightning_gpu_tools.advice.findings import in_words, is_of_program
 from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.reports.last_run import min_free_for
-from lightning_gpu_tools.simulated.models import MODELS
+from lightning_gpu_tools.simulated import MODELS
 from lightning_gpu_tools.units import format_bytes, plural
 
 # The environment variable with the folder of the dry run, and file names in this folder.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
-from lightning_gpu_tools.collector import frames_kept
+from lightning_gpu_tools.patches import frames_kept
 
 _K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T")

@@ -17,13 +17,13 @@ from lightning_gpu_tools.gpus.metrics import (
     GpuSample,
     GpuSummary,
     GpuWindow,
+    Timeline,
     gpu_metrics,
     over_run,
     rounded,
     with_shares,
 )
 from lightning_gpu_tools.gpus.readings import GpuReading, not_none, weights_s
-from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.gpus.windows import Phases, WindowBuilder
 from lightning_gpu_tools.units import printable
 

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.advice.loader_plan import TOLERANCE, LoadCost, trial_of
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched
-from lightning_gpu_tools.arguments import check_seconds
 from lightning_gpu_tools.host import HostBudget, private_memory_bytes, read_host_budget
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.passes import random_states, undisturbed
@@ -34,6 +33,7 @@ from lightning_gpu_tools.loaders.settings import batch_bytes, plain_loader, samp
 from lightning_gpu_tools.loaders.workers import Batches, in_one_line
 from lightning_gpu_tools.selection.placement import count_devices
 from lightning_gpu_tools.training.run_measurements import LoaderResult, LoaderSettings, LoaderTrial
+from lightning_gpu_tools.units import check_seconds
 
 _MAX_INDICES = 1024  # from the sampler; a search loads a few hundred batches
 # The cost of a batch is the mean over 4 to 60 batches, within this share of the budget. 60 reveal one slow batch in 20.

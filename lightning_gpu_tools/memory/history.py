@@ -8,7 +8,7 @@ from statistics import median
 from time import monotonic  # by name: a program's tests may replace those of `time`
 from typing import get_args
 
-from lightning_gpu_tools.gpus.timeline import Timeline
+from lightning_gpu_tools.gpus.metrics import Timeline
 from lightning_gpu_tools.host import private_memory_bytes, read_host_budget, resident_memory_bytes
 from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.memory.readings import MemoryGrowth, Whose

@@ -18,12 +18,11 @@ from typing import Any
 import msgspec
 
 from lightning_gpu_tools import files
-from lightning_gpu_tools.arguments import path_text
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.processes import is_running
 from lightning_gpu_tools.reports.report import CUT_OFF, FILE_NAME, PREVIOUS_NAME, RUNNING, Report
 from lightning_gpu_tools.training.run_measurements import ACTIVITIES
-from lightning_gpu_tools.units import format_bytes, printable, printable_path
+from lightning_gpu_tools.units import format_bytes, path_text, printable, printable_path
 
 SCHEMA_VERSION = 3
 # NVML counts bytes in 64 bits. Sums and products of smaller numbers cannot overflow.

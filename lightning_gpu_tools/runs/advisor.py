@@ -6,11 +6,11 @@ import math
 from dataclasses import asdict, dataclass, replace
 
 from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT
-from lightning_gpu_tools.arguments import check_percentage
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.runs.run_report import conclude
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
+from lightning_gpu_tools.units import check_percentage
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 
 from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.out_of_memory import place_of
-from lightning_gpu_tools.gpus.timeline import Timeline
+from lightning_gpu_tools.gpus.metrics import Timeline
 from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape
 from lightning_gpu_tools.memory.blocks import MemoryRecorder, by_line, live_blocks

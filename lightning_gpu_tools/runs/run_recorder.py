@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
-from lightning_gpu_tools.gpus.metrics import mean_window
-from lightning_gpu_tools.gpus.timeline import Timeline
+from lightning_gpu_tools.gpus.metrics import Timeline, mean_window
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import resident_memory_bytes
 from lightning_gpu_tools.loaders.settings import batch_bytes, first_tensor

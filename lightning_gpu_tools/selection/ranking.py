@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from lightning_gpu_tools.arguments import check_percentage
 from lightning_gpu_tools.gpus.readings import (
     FOREIGN,
     MAX_USERS,
@@ -16,7 +15,7 @@ from lightning_gpu_tools.gpus.readings import (
     GpuWaiter,
     folded_claims,
 )
-from lightning_gpu_tools.units import format_bytes, number_ranges, parse_bytes, parse_duration, plural
+from lightning_gpu_tools.units import check_percentage, format_bytes, number_ranges, parse_bytes, parse_duration, plural
 
 _Class = TypeVar("_Class", bound=type)
 

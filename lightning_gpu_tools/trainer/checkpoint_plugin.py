@@ -13,7 +13,6 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MODEL_STATES,
@@ -49,7 +48,7 @@ from lightning_gpu_tools.trainer.families import (
 )
 from lightning_gpu_tools.trainer.import_hooks import FABRICS, when_imported
 from lightning_gpu_tools.trainer.load_from_checkpoint import as_lightning_checkpoint
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.units import checked, printable, printable_path
 
 
 class PortableCheckpointIO(CheckpointIO):

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
-from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored
 from lightning_gpu_tools.reports.report import COMPLETED, FOLDER_NAME
@@ -24,6 +23,7 @@ from lightning_gpu_tools.trainer.families import GuardedCallback, LightningModul
 from lightning_gpu_tools.trainer.fit_session import FitSession
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
 from lightning_gpu_tools.training.run_measurements import Stage
+from lightning_gpu_tools.units import check_seconds, checked
 
 # Hooks that Lightning calls in every step. It skips hooks that are not callable, so a callback that does nothing in a
 # hook hides it during a run: each call saved is a microsecond.

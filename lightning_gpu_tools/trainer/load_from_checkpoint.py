@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     check_contents,
@@ -28,7 +27,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import errors_about, own_all_bu
 from lightning_gpu_tools.checkpoints.weights import fit_weights, warn_of_what_is_left
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.trainer.families import LightningModule, lookup, version_of
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.units import checked, printable, printable_path
 
 Module = TypeVar("Module", bound="LightningModule")
 

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched
-from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.host import read_host_budget
 from lightning_gpu_tools.loaders import plan
@@ -29,7 +28,7 @@ from lightning_gpu_tools.trainer.facts import trains_on_gpu
 from lightning_gpu_tools.trainer.families import GuardedCallback, LightningModule, Trainer
 from lightning_gpu_tools.trainer.fit_session import FitSession
 from lightning_gpu_tools.training.run_measurements import DATA_LOADING, LoaderFacts, LoaderResult
-from lightning_gpu_tools.units import format_duration, number_ranges, plural, printable
+from lightning_gpu_tools.units import check_seconds, checked, format_duration, number_ranges, plural, printable
 
 # Our default: ranks reach a search at the same time, and trials end with the budget.
 _RANKS_TIMEOUT_S = 10.0

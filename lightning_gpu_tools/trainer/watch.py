@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
-from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored, is_of_dead_worker
 from lightning_gpu_tools.memory.out_of_memory import out_of_memory
@@ -25,7 +24,7 @@ from lightning_gpu_tools.trainer.families import warn_that_off
 from lightning_gpu_tools.trainer.loop_timer import Loop, LoopTimer
 from lightning_gpu_tools.training.phases import MONITORING
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
-from lightning_gpu_tools.units import printable
+from lightning_gpu_tools.units import check_seconds, checked, printable
 
 _T = TypeVar("_T")
 

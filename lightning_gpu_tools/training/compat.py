@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.collector import frames_kept
+from lightning_gpu_tools.patches import frames_kept
 from lightning_gpu_tools.units import printable
 
 

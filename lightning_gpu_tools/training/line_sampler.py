@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.files import scratch_prefix
-from lightning_gpu_tools.patches import Patches
+from lightning_gpu_tools.patches import Patches, frames_kept
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.dataset import DatasetGrowth, GrownAttribute

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from lightning_gpu_tools.collector import frames_kept
+from lightning_gpu_tools.patches import frames_kept
 from lightning_gpu_tools.processes import TICKS_PER_S, read_kernel_file
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.stall_facts import Call, Frame, GroupCalls, Wait

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_gpu_tools.gpus.metrics import GpuSample, over_run
+from lightning_gpu_tools.gpus.metrics import GpuSample, Timeline, over_run
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, weights_s
-from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.gpus.windows import WindowBuilder
 
 

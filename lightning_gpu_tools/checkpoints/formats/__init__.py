@@ -33,9 +33,9 @@ from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.checkpoints.structure import RESTORE, Fault, Structure, any_error_is, damaged, faults_of
-from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import CheckpointNotFoundError
 from lightning_gpu_tools.files import local_copy
+from lightning_gpu_tools.patches import collector_paused
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 _FILES = ("torch_zip", "torch_legacy", "safetensors")
