@@ -63,21 +63,13 @@ class Entry(NamedTuple):
     is_closed: bool = False  # this user may not connect to the socket
 
 
-class Unreadable(NamedTuple):
-    """A file of another user that cannot be used, and the reason."""
-
-    file: str
-    owner_id: int | None  # None: unknown
-    reason: str
-
-
 class Held:
     """An entry that this process holds until it ends or releases the entry."""
 
     def __init__(self, name: str, folder: int, listener: int, files: Mapping[str, os.stat_result]) -> None:
         self.name = name
         self._files = files
-        self._descriptors: tuple[int, ...] = (folder, listener)
+        self._descriptors = [(folder, listener)]  # until another thread releases it
         self._pid = os.getpid()  # a forked child has the descriptors, too, but does not hold the entry
 
     def is_in(self, path: str) -> bool:
@@ -88,15 +80,17 @@ class Held:
 
     def pass_on(self) -> None:
         """Pass the entry on to a program that this process executes."""
-        os.set_inheritable(self._descriptors[1], True)
+        for _, listener in self._descriptors:
+            os.set_inheritable(listener, True)
 
     def release(self) -> None:
         """Remove the entry, even if forked children still have its socket. Idempotent."""
-        descriptors, self._descriptors = self._descriptors, ()
-        if descriptors and self._pid == os.getpid():
-            _remove(descriptors[0], self._files)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        with contextlib.suppress(IndexError):
+            folder, listener = self._descriptors.pop()
+            if self._pid == os.getpid():
+                _remove(folder, self._files)
+            os.close(folder)
+            os.close(listener)
 
 
 class Folder:
@@ -105,22 +99,34 @@ class Folder:
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
         self.owner_id = os.fstat(descriptor).st_uid
-        self.unreadable: list[Unreadable] = []  # files skipped so far
+        self.unreadable: list[tuple[str, int | None, str]] = []  # files skipped so far: name, owner if known, reason
         self._descriptor = descriptor
         self._files: list[tuple[str, os.DirEntry[str]]] = []  # of entries, each with the name of its entry
 
     def entries(self, kind: str) -> list[Entry]:
         """Return the entries of live processes, earliest first."""
-        per_user: Counter[int] = Counter()
         found = []
-        for entry in sorted(self._records(kind), reverse=True):
+        for name, file in self._files:
+            if file.name.startswith(f"{kind}-") and file.name.endswith(".json"):
+                try:
+                    facts = file.stat(follow_symlinks=False)
+                except FileNotFoundError:  # already released
+                    continue
+                except OSError as error:
+                    self._skip(file.name, str(error.strerror))
+                    continue
+                starts = tuple(_UUID_START.findall(file.name))
+                found.append(Entry(facts.st_ctime_ns, name, facts.st_uid, file.name, starts))
+        per_user: Counter[int] = Counter()
+        alive = []
+        for entry in sorted(found, reverse=True):
             per_user[entry.owner_id] += 1
             if per_user[entry.owner_id] > _MAX_RECORDS_PER_USER:
                 continue
             is_held = self._is_held(entry.name, entry.owner_id)
             if is_held is not False:
-                found.append(entry._replace(is_closed=is_held is None))
-        return found[::-1]
+                alive.append(entry._replace(is_closed=is_held is None))
+        return alive[::-1]
 
     def without_ended(self, names: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
         """Return the entries, as names and owners, without all ended ones if a random one of them has ended.
@@ -159,47 +165,36 @@ class Folder:
             try:
                 self._listen(listener, f"{name}.sock", made)
                 self._write(file, record, made)
+                return Held(name, os.dup(self._descriptor), listener.detach(), made)
             except OSError as error:
                 listener.close()
                 _remove(self._descriptor, made)
                 culprit = self._owner_of_others((f"{name}.sock", f".{file}", file)) or culprit
-                if attempt < _MAX_ATTEMPTS:
-                    continue
-                reason = f"no file or Unix socket can be created in it ({error.strerror})"
-                advice = "Put it on a local file system with free space"
-                if culprit is not None:
-                    user = user_name(culprit)
-                    reason = f"a process of {user} takes every file name that this claim tries"
-                    advice = f"Ask {user} or an administrator to end that process"
-                elif error.errno == errno.EACCES:
-                    reason, advice = "you may not create files in it", _open_to_all(self.path)
-                raise _unusable(self.path, reason, advice) from error
-            else:
-                return Held(name, os.dup(self._descriptor), listener.detach(), made)
+                if attempt == _MAX_ATTEMPTS:
+                    raise _unusable(self.path, *self._why_not_put(error, culprit)) from error
         raise AssertionError("the last attempt returns or raises")
+
+    def _why_not_put(self, error: OSError, culprit: int | None) -> tuple[str, str]:
+        if culprit is not None:
+            user = user_name(culprit)
+            reason = f"a process of {user} takes every file name that this claim tries"
+            return reason, f"Ask {user} or an administrator to end that process"
+        if error.errno == errno.EACCES:
+            return "you may not create files in it", _open_to_all(self.path)
+        reason = f"no file or Unix socket can be created in it ({error.strerror})"
+        return reason, "Put it on a local file system with free space"
 
     def clean_up(self) -> None:
         """Remove the files of ended processes: those of this user, or of all users as root."""
-        own: dict[tuple[str, int], list[str]] = {}
         for name, file in self._files:
-            with contextlib.suppress(OSError):  # already released, or unreadable
+            with contextlib.suppress(OSError):  # already released, or unreadable; a file that stays only takes space
                 owner_id = file.stat(follow_symlinks=False).st_uid
-                if os.geteuid() in (0, owner_id):
-                    own.setdefault((name, owner_id), []).append(file.name)
-        for (name, owner_id), files in own.items():
-            if self._is_held(name, owner_id) is False:
-                for file_name in sorted(files):  # records before sockets
-                    with contextlib.suppress(OSError):  # a file that stays only takes space
-                        os.unlink(file_name, dir_fd=self._descriptor)
+                if os.geteuid() in (0, owner_id) and self._is_held(name, owner_id) is False:
+                    os.unlink(file.name, dir_fd=self._descriptor)
 
     @functools.cached_property
     def _mounted(self) -> dict[str, int | None]:
-        return self._read_mounted()
-
-    def _read_mounted(self) -> dict[str, int | None]:
-        """Return files that are mount points, whose file systems may fail or hang, with the mounting users."""
-        below = f"{os.readlink(_path_of(self._descriptor))}/"
-        return {point[len(below) :]: mount.user_id for point, mount in read_mounts().items() if point.startswith(below)}
+        return _mounted_in(self._descriptor)
 
     def list_files(self) -> None:
         """List the files, on which all other methods rely; raise ``ClaimsError`` if that takes too long."""
@@ -227,20 +222,7 @@ class Folder:
                     self._files.append((match[1] or match[2], file))
 
     def _skip(self, file: str, reason: str) -> None:
-        self.unreadable.append(Unreadable(file, self._mounted.get(file), reason))
-
-    def _records(self, kind: str) -> Iterator[Entry]:
-        for name, file in self._files:
-            if file.name.startswith(f"{kind}-") and file.name.endswith(".json"):
-                try:
-                    found = file.stat(follow_symlinks=False)
-                except FileNotFoundError:  # already released
-                    continue
-                except OSError as error:
-                    self._skip(file.name, str(error.strerror))
-                    continue
-                starts = tuple(_UUID_START.findall(file.name))
-                yield Entry(found.st_ctime_ns, name, found.st_uid, file.name, starts)
+        self.unreadable.append((file, self._mounted.get(file), reason))
 
     def _is_held(self, name: str, owner_id: int) -> bool | None:
         """Return whether a process of the owner has the socket open; ``None`` if it has, but with a closed mode."""
@@ -310,7 +292,7 @@ class Folder:
 
     def _owner_of_others(self, files: Iterable[str]) -> int | None:
         """Return the owner of the first file that belongs to another user; ``None`` if there is none."""
-        mounted = self._read_mounted()
+        mounted = _mounted_in(self._descriptor)
         for file in files:
             owner_id = mounted.get(file)
             with contextlib.suppress(OSError):
@@ -418,18 +400,16 @@ def _open(path: str) -> int:
         raise
     except OSError as error:
         raise _unusable(path, f"it cannot be opened ({error.strerror})", "Check its file system") from error
-    try:
-        os.stat(".", dir_fd=descriptor)  # the user may be allowed only to list it
-    except PermissionError as error:
+    mode, problem = os.fstat(descriptor).st_mode, None
+    if not os.access(".", os.X_OK, dir_fd=descriptor, effective_ids=True):  # the user may be allowed only to list it
+        problem = "you may not read its files", _open_to_all(path)
+    elif mode & 0o022 and not mode & stat.S_ISVTX:
+        problem = "it lets users remove the files of others", _open_to_all(path)
+    elif not os.path.exists(_path_of(descriptor)):  # without it, every socket would seem dead
+        problem = "/proc is not mounted", "Mount it"
+    if problem:
         os.close(descriptor)
-        raise _unusable(path, "you may not read its files", _open_to_all(path)) from error
-    mode = os.fstat(descriptor).st_mode
-    if mode & 0o022 and not mode & stat.S_ISVTX:
-        os.close(descriptor)
-        raise _unusable(path, "it lets users remove the files of others", _open_to_all(path))
-    if not os.path.exists(_path_of(descriptor)):  # without it, every socket would seem dead
-        os.close(descriptor)
-        raise _unusable(path, "/proc is not mounted", "Mount it")
+        raise _unusable(path, *problem)
     return descriptor
 
 
@@ -486,3 +466,9 @@ def _holder_of_lock(descriptor: int, path: str, began_s: float) -> tuple[str, st
 def _path_of(descriptor: int) -> str:
     """Return a path for calls that accept no descriptor, short enough for a socket address."""
     return f"/proc/self/fd/{descriptor}"
+
+
+def _mounted_in(folder: int) -> dict[str, int | None]:
+    """Return files that are mount points, whose file systems may fail or hang, with the mounting users."""
+    below = f"{os.readlink(_path_of(folder))}/"
+    return {point[len(below) :]: mount.user_id for point, mount in read_mounts().items() if point.startswith(below)}

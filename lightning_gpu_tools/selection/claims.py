@@ -30,7 +30,7 @@ from lightning_gpu_tools.selection import claim_files
 from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path, user_name
 
 if TYPE_CHECKING:
-    from lightning_gpu_tools.selection.claim_files import Entry, Folder, Held, Unreadable
+    from lightning_gpu_tools.selection.claim_files import Entry, Folder, Held
 
 _Parsed = TypeVar("_Parsed")
 # Names of the jobs of this process and its children, comma-separated.
@@ -109,7 +109,7 @@ class HeldClaim:
         self._path = path
         self._content = content
         self.pid = os.getpid()  # a process that this one forks does not hold the claim
-        self._held = [held]
+        self._held = held
         self._is_released = False
         self._said: set[str] = set()
         _held_claims.append(self)
@@ -119,13 +119,11 @@ class HeldClaim:
         self._is_released = True
         with contextlib.suppress(ValueError):
             _held_claims.remove(self)
-        with contextlib.suppress(IndexError):
-            while True:  # another thread may have just taken it again
-                self._held.pop().release()
+        self._held.release()
 
     def keep(self) -> str:
         """Take the claim again if its files were removed. Return a message about it, or ``""`` if none is new."""
-        if self._is_released or any(held.is_in(self._path) for held in [*self._held]):
+        if self._is_released or self._held.is_in(self._path):
             return ""
         try:
             event = self._take_again()
@@ -141,12 +139,11 @@ class HeldClaim:
         with open_ledger(self._path) as ledger:
             rivals = ledger.rivals(uuids, kind, [self.job])
             content = {**self._content, "kind": "whole", "memory_bytes": None} if rivals else self._content
-            self._held.append(ledger.put("claim", content))
+            before, self._held = self._held, ledger.put("claim", content)
             owner_id = ledger.owner_id
-        with contextlib.suppress(IndexError):  # already released
-            self._held.pop(0).release()
-        if self._is_released:
-            self.release()
+        before.release()
+        if self._is_released:  # meanwhile, by another thread
+            self._held.release()
         by = f", which belongs to {user_name(owner_id)}" if _is_foreign(owner_id) else ""
         event = f"The claim of this job on {', '.join(uuids)} was removed from {printable_path(self._path)}{by}."
         if not rivals:
@@ -156,7 +153,7 @@ class HeldClaim:
 
     def pass_on(self) -> None:
         """Pass the claim on to a program that this process executes."""
-        self._held[0].pass_on()
+        self._held.pass_on()
 
 
 def held_claims() -> list[HeldClaim]:
@@ -185,17 +182,17 @@ class Ledger:
 
         Claims on memory list their jobs' processes among ``process_ids``.
         """
-        jobs: dict[tuple[object, ...], list[tuple[GpuClaim, ProcessId | None]]] = {}
-        for claim, process in self._claim_records:
+        jobs: dict[tuple[object, ...], list[GpuClaim]] = {}
+        for claim in self._claim_records:
             # Only records of the same user form a job, because other users can write any name.
             same = (claim.owner_id, claim.job, claim.uuids, claim.kind, claim.memory_bytes)
-            jobs.setdefault(same, []).append((claim, process))
+            jobs.setdefault(same, []).append(claim)
         found = []
         for records in jobs.values():
-            pids = [_certain_pid(process, claim.owner_id) for claim, process in records]
-            claim = records[0][0]._replace(pid=pids[0])
+            claim = records[0]
             if process_ids and claim.kind == "memory":
-                claim = claim._replace(process_ids=descendants(process_ids, {*filter(None, pids)}))
+                pids = {record.pid for record in records if record.pid is not None}
+                claim = claim._replace(process_ids=descendants(process_ids, pids))
             found.append(claim)
         return tuple(found)
 
@@ -215,7 +212,7 @@ class Ledger:
         return tuple(self._parsed("wait", _parse_waiter))
 
     @functools.cached_property
-    def _claim_records(self) -> tuple[tuple[GpuClaim, ProcessId | None], ...]:
+    def _claim_records(self) -> tuple[GpuClaim, ...]:
         return tuple(self._parsed("claim", _parse_claim))
 
     def take(
@@ -236,9 +233,8 @@ class Ledger:
 
     def join(self, claim: GpuClaim) -> HeldClaim | None:
         """Hold an existing claim in this process, too; return ``None`` if it already does."""
-        own = process_id(os.getpid())
-        mine = ((claim, process) for claim, process in self._claim_records if claim.owner_id == os.geteuid())
-        if any(process == own and own_claim.job == claim.job for own_claim, process in mine):
+        own = (os.geteuid(), os.getpid(), claim.job)
+        if any((record.owner_id, record.pid, record.job) == own for record in self._claim_records):
             return None
         return self.take(claim.uuids, claim.kind, claim.memory_bytes, group=claim.group, job=claim.job)
 
@@ -267,10 +263,9 @@ class Ledger:
         """
         if self._folder is None:
             return
-        closed: list[Unreadable] = []
+        closed: list[tuple[str, int | None, str]] = []
         unreadable = self._folder.unreadable
         for entry in self._folder.entries(kind):
-            problem = functools.partial(claim_files.Unreadable, owner_id=entry.owner_id)
             try:
                 closed_file = f"{entry.name}.sock" if entry.is_closed else None
                 try:
@@ -282,13 +277,13 @@ class Ledger:
                 parsed = parse(record, entry)
             except FileNotFoundError:  # already released
                 continue
-            except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            except (OSError, ValueError, AttributeError, RecursionError) as error:
                 # Mistakes or malice of other users must not keep anybody from using GPUs.
-                unreadable.append(problem(entry.record, reason=repr(error)))
+                unreadable.append((entry.record, entry.owner_id, repr(error)))
                 continue
             if closed_file:
                 mode = claim_files.RECORD_MODE if record is _CLOSED else claim_files.SOCKET_MODE
-                closed.append(problem(closed_file, reason=f"{mode:o}"))
+                closed.append((closed_file, entry.owner_id, f"{mode:o}"))
             yield parsed
         _warn_of_files(self._folder.path, unreadable, "{file} of {owner} cannot be read and is ignored: {reason}{more}")
         _warn_of_files(
@@ -299,10 +294,16 @@ class Ledger:
         )
 
 
-def _certain_pid(process: ProcessId | None, owner_id: int) -> int | None:
+def _certain_pid(record: Any, owner_id: int) -> int | None:
     """Return the PID in a record if its start time and its owner prove that this process wrote the record."""
-    if process is not None and is_running(process):
-        pid = process["pid"]
+    pid = _field(record, "pid")
+    process = ProcessId(
+        kernel=running_kernel(),  # sockets of an earlier kernel are dead
+        namespace=record.get("pid_namespace"),
+        pid=pid,
+        started_ticks=record.get("started_ticks"),
+    )
+    if is_running(process):
         with contextlib.suppress(OSError):  # just ended
             return pid if os.stat(f"/proc/{pid}").st_uid == owner_id else None
     return None
@@ -324,21 +325,24 @@ def warn_once(message: str) -> None:
 _warned_of: dict[tuple[str, str], list[int | None]] = {}  # by folder and message: the users named so far
 
 
-def _warn_of_files(path: str, files: Sequence[Unreadable], message: str) -> None:
+def _warn_of_files(path: str, files: Sequence[tuple[str, int | None, str]], message: str) -> None:
     """Warn about the first file of each user and the number of further files, once in this process, of three users."""
     named = _warned_of.setdefault((path, message), [])
-    for owner_id in dict.fromkeys(file.owner_id for file in files):
+    of_users: dict[int | None, dict[str, str]] = {}
+    for file, owner_id, reason in files:  # some occur several times
+        of_users.setdefault(owner_id, {}).setdefault(file, reason)
+    for owner_id, reasons in of_users.items():
         if owner_id in named or len(named) > MAX_USERS:
             continue
         named.append(owner_id)
         if len(named) > MAX_USERS:
             warn(f"More users have such files in {printable_path(path)}. They are not named.")
             return
-        first, *others = dict.fromkeys(file for file in files if file.owner_id == owner_id)  # some occur several times
-        file = printable_path(os.path.join(path, first.file))
+        file, reason = next(iter(reasons.items()))
         owner = "an unknown user" if owner_id is None else user_name(owner_id)
-        more = f" (and {len(others):,} more of {owner})" if others else ""
-        warn(message.format(file=file, owner=owner, reason=printable(first.reason), more=more))
+        more = f" (and {len(reasons) - 1:,} more of {owner})" if len(reasons) > 1 else ""
+        place = printable_path(os.path.join(path, file))
+        warn(message.format(file=place, owner=owner, reason=printable(reason), more=more))
 
 
 def _is_foreign(user_id: int) -> bool:
@@ -380,66 +384,68 @@ def warn_if_private() -> None:
         )
 
 
-def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]:
+def _parse_claim(record: Any, entry: Entry) -> GpuClaim:
+    of_file: dict[str, Any] = {  # the file system vouches for these
+        "user": user_name(entry.owner_id),
+        "owner_id": entry.owner_id,
+        "since_s": entry.since_ns / 1e9,
+    }
     if record is _CLOSED:  # it may be a claim of any kind, on all GPUs
         uuids = entry.uuid_starts or ("GPU-", "MIG-")
-        claim = GpuClaim(job="", uuids=uuids, kind="exclusive", memory_bytes=None, hostname=None, **_origin(entry))
-        return claim, None
-    kind = _checked(record, "kind", lambda value: value in ("memory", "whole", "exclusive"))
-    claim = GpuClaim(
-        job=_text(record, "job", 100),
-        uuids=_uuids(record),
+        return GpuClaim(job="", uuids=uuids, kind="exclusive", memory_bytes=None, hostname=None, **of_file)
+    kind = _field(record, "kind")
+    return GpuClaim(
+        job=_field(record, "job"),
+        uuids=tuple(_field(record, "uuids")),
         kind=kind,
-        memory_bytes=_number(record, "memory_bytes", 0, MAX_BYTES) if kind == "memory" else None,
-        hostname=printable(_text(record, "hostname", 255)),
-        group=None if record.get("group") is None else _text(record, "group", 4096),
-        **_origin(entry),
+        memory_bytes=_field(record, "memory_bytes") if kind == "memory" else None,
+        hostname=printable(_field(record, "hostname")),
+        group=_field(record, "group"),
+        pid=_certain_pid(record, entry.owner_id),
+        **of_file,
     )
-    return claim, _process(record)
 
 
 def _parse_waiter(record: Any, entry: Entry) -> GpuWaiter:
     return GpuWaiter(
         name=entry.name,
-        uuids=_uuids(record),
-        requested=_number(record, "requested", 1, _MAX_UUIDS),
-        pid=_certain_pid(_process(record), entry.owner_id),
+        uuids=tuple(_field(record, "uuids")),
+        requested=_field(record, "requested"),
+        pid=_certain_pid(record, entry.owner_id),
         user=user_name(entry.owner_id),
         owner_id=entry.owner_id,
     )
 
 
-def _process(record: Any) -> ProcessId:
-    return ProcessId(
-        kernel=running_kernel(),  # sockets of an earlier kernel are dead
-        namespace=record.get("pid_namespace"),
-        pid=_number(record, "pid", 1, _MAX_PID),
-        started_ticks=record.get("started_ticks"),
-    )
+def _is_text(max_length: int) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, str) and len(value) <= max_length
 
 
-def _origin(entry: Entry) -> dict[str, Any]:
-    """Return the fields that the file system vouches for."""
-    return {"user": user_name(entry.owner_id), "owner_id": entry.owner_id, "since_s": entry.since_ns / 1e9}
+def _is_number(minimum: int, maximum: int) -> Callable[[object], bool]:
+    return lambda value: type(value) is int and minimum <= value <= maximum
 
 
-def _uuids(record: Any) -> tuple[str, ...]:
-    uuids = _checked(record, "uuids", lambda values: isinstance(values, list) and len(values) <= _MAX_UUIDS)
-    if not all(isinstance(uuid, str) and _UUID.fullmatch(uuid) for uuid in uuids):
-        raise ValueError(f"uuids is {uuids!r:.80}")
-    return tuple(uuids)
+def _are_uuids(value: object) -> bool:
+    is_list = isinstance(value, list) and len(value) <= _MAX_UUIDS
+    return is_list and all(isinstance(uuid, str) and _UUID.fullmatch(uuid) for uuid in value)
 
 
-def _number(record: Any, name: str, minimum: int, maximum: int) -> int:
-    return int(_checked(record, name, lambda value: type(value) is int and minimum <= value <= maximum))
+# Valid values of the fields of a record, which other users wrote.
+_IS_VALID: dict[str, Callable[[Any], bool]] = {
+    "job": _is_text(100),
+    "uuids": _are_uuids,
+    "kind": lambda value: value in ("memory", "whole", "exclusive"),
+    "memory_bytes": _is_number(0, MAX_BYTES),
+    "hostname": _is_text(255),
+    "group": lambda value: value is None or _is_text(4096)(value),
+    "pid": _is_number(1, _MAX_PID),
+    "requested": _is_number(1, _MAX_UUIDS),
+}
 
 
-def _text(record: Any, name: str, max_length: int) -> str:
-    return str(_checked(record, name, lambda value: isinstance(value, str) and len(value) <= max_length))
-
-
-def _checked(record: Any, name: str, is_valid: Callable[[Any], bool]) -> Any:
-    value = record[name]
-    if not is_valid(value):
+def _field(record: Any, name: str) -> Any:
+    """Return a field of a record; raise ``ValueError`` if its value is invalid."""
+    value = record.get(name)
+    if not _IS_VALID[name](value):
         raise ValueError(f"{name} is {value!r:.80}")
     return value

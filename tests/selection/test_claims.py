@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from launched_jobs import claims_in, take
 
-from lightning_gpu_tools.selection.claims import directory, held_claims, keep_claims, open_ledger
+from lightning_gpu_tools.selection.claims import Ledger, directory, held_claims, keep_claims, open_ledger
 
 HOLD = """
 import os, sys
@@ -131,15 +131,16 @@ def test_a_claim_that_cannot_be_made_again_is_named_once(path: Path) -> None:
     assert "this job has claimed it again" in mine.keep()
 
 
-def test_a_claim_released_while_retaken_stays_released(path: Path) -> None:
+def test_a_claim_released_while_retaken_stays_released(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = take(path)
+    put = Ledger.put
 
-    class Released(list[Any]):
-        def append(self, held: Any) -> None:
-            super().append(held)
-            mine.release()  # as another thread might at this moment
+    def put_and_release(ledger: Ledger, kind: str, content: dict[str, Any]) -> Any:
+        held = put(ledger, kind, content)
+        mine.release()  # as another thread might at this moment
+        return held
 
-    mine._held = Released(mine._held)
+    monkeypatch.setattr(Ledger, "put", put_and_release)
     empty(path)
     mine.keep()
     assert list(path.iterdir()) == []
