@@ -96,8 +96,9 @@ def check_readings() -> None:
         assert gpu.compute_mode is not None
         assert (gpu.compute_capability or (0, 0)) >= (3, 0)
     uuids = [gpu.uuid for gpu in gpus if gpu.uuid]
-    assert nvml.read_nvlinks(uuids) <= set(itertools.combinations(sorted(uuids), 2))
-    assert set(nvml.read_numa_nodes(uuids)) == set(uuids)
+    links, nodes = nvml.read_connections(uuids)
+    assert links <= set(itertools.combinations(sorted(uuids), 2))
+    assert set(nodes) == set(uuids)
 
 
 def check_memory() -> None:

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightning_gpu_tools.patches import frames_kept
 
@@ -19,21 +19,7 @@ LIMIT_S = 5.0  # our default: a GPU answers in milliseconds, unless it is fallin
 _ALONE_S = 0.005
 OPENING_LIMIT_S = 60.0  # our default: without persistence mode, the driver takes seconds to wake up each GPU
 
-_late: dict[Hashable, _Call] = {}  # calls that have exceeded their limit, by key; some may have returned since
-
-
-class _Call(threading.Thread):
-    def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__(name="lightning-gpu-tools-driver", daemon=True)
-        self._function = function
-        self.answer: list[Any] = []
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.answer.append(self._function())
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            self.error = error
+_late: dict[Hashable, threading.Thread] = {}  # calls that have exceeded their limit; some may have returned since
 
 
 def answers(calls: Mapping[_K, Callable[[], _T]], limit_s: float) -> tuple[dict[_K, _T], dict[_K, str]]:
@@ -43,19 +29,29 @@ def answers(calls: Mapping[_K, Callable[[], _T]], limit_s: float) -> tuple[dict[
     same key still hangs, the function is not called again. Raise the first error of a function, once all have returned
     or exceeded the limit.
     """
-    running = {key: _Call(function) for key, function in calls.items() if not is_late(key)}
-    for call in running.values():
-        call.start()
-        call.join(_ALONE_S)
+    answered: dict[_K, _T] = {}
+    errors: list[BaseException] = []
+
+    def call(key: _K) -> None:
+        try:
+            answered[key] = calls[key]()
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            errors.append(error)
+
+    running = {}
+    for key in calls:
+        if not is_late(key):
+            running[key] = threading.Thread(target=call, args=(key,), name="lightning-gpu-tools-driver", daemon=True)
+            running[key].start()
+            running[key].join(_ALONE_S)
     until_s = time.monotonic() + limit_s
-    for key, call in running.items():
-        call.join(max(0.0, until_s - time.monotonic()))
-        if call.is_alive():
-            _late[key] = call
-    for call in running.values():
-        if call.error is not None:
-            raise call.error
-    found = {key: call.answer[0] for key, call in running.items() if call.answer}
+    for key, thread in running.items():
+        thread.join(max(0.0, until_s - time.monotonic()))
+        if thread.is_alive():
+            _late[key] = thread
+    if errors:
+        raise errors[0]
+    found = dict(answered)  # a late call may still add its answer
     return found, {key: pending_function(_late[key]) for key in calls if key not in found}
 
 

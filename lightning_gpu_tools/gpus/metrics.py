@@ -48,7 +48,6 @@ class GpuSample:
     processes: tuple[GpuProcess, ...] | None = None  # compute processes, without user and name
     errors: tuple[str, ...] = ()  # Xid events of the GPU
     problems: tuple[str, ...] = ()  # failed reads; each is reported once until it works again
-    refused: tuple[str, ...] = ()  # counters that the driver refuses, with the reason
 
 
 # Reduction of the samples in a window to one value; the last three are for counters.

@@ -85,7 +85,6 @@ class GpuWatch:
             uuid: {name: Timeline(_TIMELINE_POINTS, interval_s) for name in _TIMELINES} for uuid in uuids
         }
         self._latest: dict[str, GpuSample] = {}
-        self.refused: dict[str, None] = {}  # descriptions of counters that the driver refuses
         self._probes: dict[str, GpuProbe] = {}
         self._failures: dict[str, Exception] = {}  # GPU -> why it is no longer measured
         self._late: dict[str, str] = {}  # GPU -> function that the driver has not answered
@@ -114,6 +113,11 @@ class GpuWatch:
     def polled(self) -> tuple[int, frozenset[str]]:
         """The number of polls, and the UUIDs of the GPUs that have no samples now."""
         return self._done, frozenset((*self._failures, *self._late))
+
+    @property
+    def refused(self) -> list[str]:
+        """Descriptions of counters that the driver refuses."""
+        return [counter for probe in [*self._probes.values()] for counter in probe.refused]
 
     @property
     def own_pids(self) -> frozenset[int] | None:
@@ -309,4 +313,3 @@ class GpuWatch:
             if value is not None:
                 timelines[name].add(sample.time_s, value)
         self._latest[sample.uuid] = sample
-        self.refused = {**self.refused, **dict.fromkeys(sample.refused)}  # a new one: it is read without the lock

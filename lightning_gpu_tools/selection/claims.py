@@ -425,7 +425,7 @@ def _is_number(minimum: int, maximum: int) -> Callable[[object], bool]:
     return lambda value: type(value) is int and minimum <= value <= maximum
 
 
-def _are_uuids(value: object) -> bool:
+def _are_uuids(value: Any) -> bool:
     is_list = isinstance(value, list) and len(value) <= _MAX_UUIDS
     return is_list and all(isinstance(uuid, str) and _UUID.fullmatch(uuid) for uuid in value)
 

@@ -274,7 +274,7 @@ class Attempt:
             from lightning_gpu_tools.gpus import nvml
 
             uuids = [str(candidate.gpu.uuid) for candidate in candidates]
-            links, nodes = nvml.read_nvlinks(uuids), nvml.read_numa_nodes(uuids)
+            links, nodes = nvml.read_connections(uuids)
             chosen = best_set(candidates, count, links, nodes, memory_matters=self.request.min_free_bytes is None)
         are_named = self.among is not None and len(self.among) == len(chosen)
         if not are_named and (warning := mixed_models(chosen)):
@@ -319,21 +319,18 @@ class Attempt:
         count, mask, visible = self.request.count, os.environ.get("CUDA_VISIBLE_DEVICES"), self.visible
         outside = f"outside CUDA_VISIBLE_DEVICES={mask!r}" if self.among is None else "not among the requested GPUs"
         hidden = [Rejection(gpu, outside) for gpu in whole_or_instances(self.gpus) if gpu not in visible]
-        rejections = sorted([*ranking.rejections, *hidden], key=Rejection.order)
-        requested = f"Asked for {plural(count, 'GPU')}"
+        rejections = [*ranking.rejections, *hidden]
+        rejections.sort(key=lambda rejection: (rejection.gpu.index, rejection.gpu.mig_index or 0))
+        message = f"Asked for {plural(count, 'GPU')}, but "
         why = "" if mask is None or self.among is not None else why_fewer(self.gpus, mask)
         shown = f"CUDA_VISIBLE_DEVICES={mask!r} shows {len(visible) or 'none'}: {why}. Correct it, or unset it."
         if not self.gpus:
-            message = f"{requested}, but the NVIDIA driver lists none."
+            message += "the NVIDIA driver lists none."
         elif why and not visible:
-            message = f"{requested}, but {shown}"
+            message += shown
         else:
-            qualified = len(ranking.candidates)
-            verb = "qualifies" if qualified == 1 else "qualify"
-            answer = f"{qualified or 'none'} of {plural(len(visible), 'visible GPU')} {verb}"
-            if len(visible) == 1 and not qualified:
-                answer = "the only visible GPU does not qualify"
-            message = f"{requested}, but {answer}.{f' {shown}' if why else ''}"
+            message += f"{len(ranking.candidates) or 'none'} of {len(visible)} visible GPUs qualify."
+            message += f" {shown}" if why else ""
         message = "\n  ".join([message, *folded_reasons(rejections)])
         return NotEnoughGpusError(message, count, [str(rejection) for rejection in rejections])
 

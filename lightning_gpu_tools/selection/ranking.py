@@ -172,10 +172,6 @@ class Rejection(NamedTuple):
     gpu: GpuReading
     reason: str
 
-    def order(self) -> tuple[int, int]:
-        """Return the sort key: the driver's numbers."""
-        return self.gpu.index, self.gpu.mig_index or 0
-
     def __str__(self) -> str:
         return f"{label(self.gpu)}: {self.reason}"
 

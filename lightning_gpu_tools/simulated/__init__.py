@@ -23,10 +23,10 @@ from lightning_gpu_tools.simulated.build import SimulatedCudaError, libraries
 __all__ = ["MODELS", "Machine", "SimulatedCudaError"]
 
 VARIABLE = "SIMULATED_CUDA"
-# Copies between host and GPU over PCI Express 4.0 x16: 25 GB/s from pinned memory, 6 GB/s from pageable memory, which
-# the driver copies an extra time. A kernel takes at least 5 us. NCCL moves 200 GB/s. All are our defaults.
-_KERNEL_US = 5
-_SPEEDS = {"pinned_gb_s": 25, "pageable_gb_s": 6, "nccl_gb_s": 200}
+# A kernel takes at least 5 us. Copies over PCI Express 4.0 x16 take 25 GB/s from pinned memory, and 6 GB/s from pageable
+# memory, which the driver copies an extra time. NCCL moves 200 GB/s. All are our defaults.
+_KERNEL_NS = 5000
+_COPY_GB_S = (25, 6, 200)
 _RATES = ("memory_gb_s", "fp32_tflops", "tf32_tflops", "half_tflops")
 _MAX_GPUS = 16
 
@@ -128,18 +128,19 @@ class Machine:
         self._libraries = libraries()
         self.uuids: list[str] = []
         self._places: list[int] = []
-        lines = [f"{key} {value * times_speed:g}" for key, value in _SPEEDS.items()]
-        lines.append(f"kernel_us {_KERNEL_US / times_speed:g}")
+        lines = [f"{_KERNEL_NS / times_speed:g} {' '.join(f'{speed * times_speed:g}' for speed in _COPY_GB_S)}"]
         for position, name in enumerate(gpus):
-            self._places.append(len(self.uuids) + sum(len(mig.get(i, ())) for i in range(position)))
+            place = len(lines) - 1
+            self._places.append(place)
             self.uuids.append(f"GPU-{uuid.uuid5(uuid.NAMESPACE_OID, f'simulated {position}')}")
             model = MODELS[name]
             faster = {rate: getattr(model, rate) * times_speed for rate in _RATES}
             model = model._replace(memory_mib=times_memory * model.memory_mib, **faster)
-            lines += ["gpu", *(f"{key} {value}" for key, value in model._asdict().items())]
-            lines += [f"uuid {self.uuids[-1]}", f"pci 00000000:{16 * position + 11:02X}:00.0"]
+            pci = f"00000000:{16 * position + 11:02X}:00.0"
+            lines.append(_line(model, -1, self.uuids[-1], pci))
             for number, slices in enumerate(mig.get(position, ())):
-                lines += ["mig", *_instance(name, position, number, slices)]
+                part = f"MIG-{uuid.uuid5(uuid.NAMESPACE_OID, f'simulated {position} {number}')}"
+                lines.append(_line(_instance(model, slices), place, part, pci))
         if len(gpus) + sum(map(len, mig.values())) > _MAX_GPUS:
             raise ValueError(f"A simulated machine has at most {_MAX_GPUS} GPUs and MIG instances.")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -152,9 +153,8 @@ class Machine:
         """
         inherited = dict(os.environ if environ is None else environ)
         changed = {VARIABLE: str(self.folder), "LD_PRELOAD": "libcuda.so.1"}
-        for name in ("LD_LIBRARY_PATH", "PATH"):
-            changed[name] = os.pathsep.join(entry for entry in (str(self._libraries), inherited.get(name)) if entry)
-        return {**inherited, **changed}
+        paths = [str(self._libraries), *filter(None, [inherited.get("LD_LIBRARY_PATH")])]
+        return {**inherited, **changed, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
 
     def occupy(self, gpu: int, size_bytes: int) -> None:
         """Make other programs hold ``size_bytes`` of a GPU's memory from now on. ``gpu`` is its position."""
@@ -173,19 +173,26 @@ class Machine:
             struct.pack_into("=Q", state, 16 * self._places[gpu] + offset, value)
 
 
-def _instance(name: str, position: int, number: int, slices: int) -> list[str]:
-    """Return a MIG instance's differences from its GPU: a share of its 7 GPU slices and 8 memory slices."""
-    model = MODELS[name]
+def _line(model: Model, parent: int, name: str, pci: str) -> str:
+    """Return the line of machine.conf, as read_gpu() in source/machine.c reads it. ``name`` is the UUID, and ``parent`` -1 for a GPU."""
+    sizes = (size * 2**20 for size in (model.memory_mib, model.reserved_mib, model.context_mib))
+    rates = (model.memory_gb_s, *(1000 * rate for rate in (model.fp32_tflops, model.tf32_tflops, model.half_tflops)))
+    chip = (model.capability, model.sms, model.shared_kib, model.l2_mib, model.nvlink)
+    fields = (parent, *sizes, *chip, *rates, model.idle_w, model.limit_w, name, pci, model.name)
+    return " ".join(map(str, fields))
+
+
+def _instance(model: Model, slices: int) -> Model:
+    """Return a MIG instance: a share of its GPU's 7 GPU slices and 8 memory slices."""
     memory_slices = {1: 1, 2: 2, 3: 4, 4: 4, 7: 8}[slices]
-    memory_mib = model.memory_mib * memory_slices // 8 - 512
     share = slices / 7
-    return [
-        f"name {model.name} MIG {slices}g.{round(model.memory_mib * memory_slices / 8 / 1000)}gb",
-        f"uuid MIG-{uuid.uuid5(uuid.NAMESPACE_OID, f'simulated {position} {number}')}",
-        f"memory_mib {memory_mib}",
-        "reserved_mib 0",
-        f"slices {slices}",
-        f"sms {round(model.sms * share)}",
-        *(f"{rate} {getattr(model, rate) * share:g}" for rate in ("fp32_tflops", "tf32_tflops", "half_tflops")),
-        f"memory_gb_s {model.memory_gb_s * memory_slices / 8:g}",
-    ]
+    return model._replace(
+        name=f"{model.name} MIG {slices}g.{round(model.memory_mib * memory_slices / 8 / 1000)}gb",
+        memory_mib=model.memory_mib * memory_slices // 8 - 512,
+        reserved_mib=0,
+        sms=round(model.sms * share),
+        fp32_tflops=model.fp32_tflops * share,
+        tf32_tflops=model.tf32_tflops * share,
+        half_tflops=model.half_tflops * share,
+        memory_gb_s=model.memory_gb_s * memory_slices / 8,
+    )

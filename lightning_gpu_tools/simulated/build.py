@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).parent / "source"
-RUNTIME = ["machine", "devices", "memory", "streams", "kernels", "computed", "blas", "nccl", "driver"]
+RUNTIME = ["machine", "devices", "memory", "streams", "kernels", "computed", "blas", "nccl", "driver", "nothing"]
 # Functions that torch may call, and all of the driver's, which Triton and others call. Functions missing in the source
 # return "not supported".
 _CALLED = re.compile(r"^(?:__)?(?:cuda|nccl|cublas)[A-Z]\w*$")
@@ -85,12 +85,10 @@ def _compile(folder: Path, torch: Path, headers: Path) -> None:
     (folder / "missing.c").write_text(_missing(list(objects.values()), torch, headers))
     runtime: list[str | Path] = ["-shared", "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1"]
     nvml: list[str | Path] = ["-shared", "-Wl,-soname,libnvidia-ml.so.1", "-o", folder / "libnvidia-ml.so.1"]
-    own = [SOURCE / "machine.c"]
     _run_all(
         [
             [*options, *runtime, *objects.values(), folder / "missing.c", "-ldl"],
-            [*options, *nvml, SOURCE / "nvml.c", *own],
-            [*options, "-o", folder / "nvidia-smi", SOURCE / "nvidia_smi.c", *own],
+            [*options, *nvml, SOURCE / "nvml.c", SOURCE / "machine.c"],
         ]
     )
     for path in (*objects.values(), folder / "missing.c"):

@@ -87,7 +87,7 @@ def test_a_mask_that_names_nothing_is_explained_and_unset(driver: Driver, monkey
     assert indices(select_gpus()) == [0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(
-        NotEnoughGpusError, match=r"1 of 1 visible GPU qualifies\. CUDA_VISIBLE_DEVICES='0,1' shows 1: it nam"
+        NotEnoughGpusError, match=r"1 of 1 visible GPUs qualify\. CUDA_VISIBLE_DEVICES='0,1' shows 1: it nam"
     ):
         select_gpus(2)
 

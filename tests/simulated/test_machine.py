@@ -34,8 +34,9 @@ def test_the_command_line_runs_a_program_and_returns_its_code(make_machine: Make
         command = [sys.executable, "-m", "lightning_gpu_tools.simulated", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
-    listed = run("--gpu", "t4", "-n", "3", "--", "nvidia-smi", "--query-gpu=index,name", "--format=csv,noheader")
-    assert listed.stdout == "".join(f"{index}, Tesla T4\n" for index in range(3))
+    code = "from lightning_gpu_tools import list_gpus; print(*((gpu.index, gpu.name) for gpu in list_gpus()))"
+    listed = run("--gpu", "t4", "-n", "3", "--", sys.executable, "-c", code)
+    assert listed.stdout == "(0, 'Tesla T4') (1, 'Tesla T4') (2, 'Tesla T4')\n"
     assert run("--", "sh", "-c", "exit 7").returncode == 7
     assert run("-n", "17", "--", "true").returncode == 2
     assert "cannot be started" in run("--", "no-such-program").stderr
@@ -75,9 +76,8 @@ print(json.dumps([*held, used()]))
     assert by_cuda == used - reserved
     assert error == "CUDA out of memory. Tried to allocate 30.00 Gi"
     assert after < 11.5 * GIB
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"]
-    left = subprocess.check_output(command, env=machine.environment(), text=True)
-    assert left == "10840 MiB\n"  # the process has ended
+    left = answer(machine, "from lightning_gpu_tools import list_gpus\nprint(list_gpus()[0].memory_free_bytes)")
+    assert left == 40960 * 2**20 - 10 * GIB - reserved  # the process has ended
 
 
 def test_torch_chooses_by_the_gpu_that_is_simulated(make_machine: MakeMachine, answer: Answer) -> None:

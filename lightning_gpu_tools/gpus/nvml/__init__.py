@@ -322,42 +322,31 @@ def pids_are_ours() -> bool:
     return pid_namespace() == f"pid:[{0xEFFFFFFC}]"
 
 
-_SCOPE_NODE = pynvml.NVML_AFFINITY_SCOPE_NODE
+def read_connections(uuids: Sequence[str]) -> tuple[frozenset[tuple[str, str]], dict[str, int | None]]:
+    """Return the pairs that NVLink or NVSwitch connects, in alphabetical order, and the host NUMA node of each GPU.
 
+    A node is ``None`` if unknown. If the driver takes too long, nothing is known.
+    """
 
-def read_nvlinks(uuids: Sequence[str]) -> frozenset[tuple[str, str]]:
-    """Return the pairs of these GPUs that NVLink or NVSwitch connects, in alphabetical order."""
+    def read() -> tuple[frozenset[tuple[str, str]], dict[str, int | None]]:
+        handles = {uuid: call_or_none(pynvml.nvmlDeviceGetHandleByUUID, uuid) for uuid in sorted(uuids)}
+        links = []
+        for pair in itertools.combinations(handles, 2):
+            ends = (handles[uuid] for uuid in pair)
+            # This status includes NVSwitch, where the remote end of a link is not a GPU.
+            status = call_or_none(pynvml.nvmlDeviceGetP2PStatus, *ends, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            if status == pynvml.NVML_P2P_STATUS_OK:
+                links.append(pair)
+        return frozenset(links), {uuid: _numa_node(handle) for uuid, handle in handles.items()}
 
-    def read() -> frozenset[tuple[str, str]]:
-        handles = {uuid: _handle(uuid) for uuid in uuids}
-        # This status includes NVSwitch, where the remote end of a link is not a GPU.
-        return frozenset(
-            (a, b)
-            for a, b in itertools.combinations(sorted(handles), 2)
-            if call_or_none(pynvml.nvmlDeviceGetP2PStatus, handles[a], handles[b], pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-            == pynvml.NVML_P2P_STATUS_OK
-        )
-
-    return _in_time(read) or frozenset()
-
-
-def read_numa_nodes(uuids: Sequence[str]) -> dict[str, int | None]:
-    """Return the host NUMA node of each GPU; ``None`` if unknown."""
-    # Not nvmlDeviceGetNumaNodeId: that is the node of the GPU's own memory on Grace Hopper.
-    ask_node = functools.partial(call_or_none, pynvml.nvmlDeviceGetMemoryAffinity)
-    masks = _in_time(lambda: {uuid: ask_node(_handle(uuid), 16, _SCOPE_NODE) for uuid in uuids}) or {}
-    nodes: dict[str, int | None] = dict.fromkeys(uuids)
-    for uuid, mask in masks.items():  # 64-bit words with a bit for each node
-        found = [64 * word + bit for word, bits in enumerate(mask or ()) for bit in range(64) if bits >> bit & 1]
-        nodes[uuid] = found[0] if len(found) == 1 else None
-    return nodes
-
-
-def _in_time(read: Callable[[], _T]) -> _T | None:
-    """Return what a function reads from the driver; ``None`` if that takes too long."""
     with session(limits.LIMIT_S):
-        return limits.answers({read.__qualname__: read}, limits.LIMIT_S)[0].get(read.__qualname__)
+        found, _ = limits.answers({"connections": read}, limits.LIMIT_S)
+    return found.get("connections", (frozenset(), {}))
 
 
-def _handle(uuid: str) -> Any:
-    return call_or_none(pynvml.nvmlDeviceGetHandleByUUID, uuid)
+def _numa_node(handle: Any) -> int | None:
+    # Not nvmlDeviceGetNumaNodeId: that is the node of the GPU's own memory on Grace Hopper.
+    mask = call_or_none(pynvml.nvmlDeviceGetMemoryAffinity, handle, 16, pynvml.NVML_AFFINITY_SCOPE_NODE)
+    # 64-bit words with a bit for each node
+    nodes = [64 * word + bit for word, bits in enumerate(mask or ()) for bit in range(64) if bits >> bit & 1]
+    return nodes[0] if len(nodes) == 1 else None

@@ -118,8 +118,8 @@ class GpuProbe:
     """A repeated reader of one GPU or MIG instance, for one thread, with about a dozen NVML calls per read.
 
     The constructor raises ``NvmlUnavailableError`` without a usable NVIDIA driver; a read never raises. Metrics that
-    this hardware, driver, or user never gets are tried once. ``GpuSample.refused`` lists those that the driver refuses,
-    and ``GpuSample.problems`` reports each other failure once.
+    this hardware, driver, or user never gets are tried once. ``refused`` lists those that the driver refuses, and
+    ``GpuSample.problems`` reports each other failure once.
 
     For a MIG instance, only memory, processes, and GPM (also for utilization) are read: the rest covers the whole GPU.
     """
@@ -133,7 +133,7 @@ class GpuProbe:
             self._absent.add("GPM")
         self._failing: set[str] = set()  # failures already reported
         self._problems: list[str] = []
-        self._refused: dict[str, str] = {}  # metric -> reason
+        self.refused: list[str] = []  # counters that the driver refuses, with the reason
         self._last_sample_us: int | None = None
         self._last_sample_s = 0.0
         self._event_set: Any = None  # for Xid events
@@ -196,7 +196,6 @@ class GpuProbe:
             processes=self._read_processes(),
             errors=tuple(errors),
             problems=tuple(self._problems),
-            refused=tuple(f"{_NAMED[metric]} of {self.uuid} ({why})" for metric, why in self._refused.items()),
             **counters,
         )
 
@@ -258,7 +257,7 @@ class GpuProbe:
         self._absent.add(metric)
         # Products that lack a counter are not reported, but a MIG instance may lack counters that its GPU has.
         if metric in _NAMED and (self._is_mig or not isinstance(error, pynvml.NVMLError_NotSupported)):
-            self._refused[metric] = str(error).lower()
+            self.refused.append(f"{_NAMED[metric]} of {self.uuid} ({str(error).lower()})")
 
     def _fail(self, metric: str, error: pynvml.NVMLError) -> None:
         if isinstance(error, GPU_LOST):

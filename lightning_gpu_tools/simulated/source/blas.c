@@ -26,13 +26,8 @@ int cublasCreate_v2(struct handle **h) {
   *h = calloc(1, sizeof **h);
   return 0;
 }
-int cublasDestroy_v2(struct handle *h) { return 0; }
 int cublasSetStream_v2(struct handle *h, cudaStream_t s) {
   h->stream = s;
-  return 0;
-}
-int cublasGetStream_v2(struct handle *h, cudaStream_t *s) {
-  *s = h->stream;
   return 0;
 }
 int cublasSetMathMode(struct handle *h, int mode) {
@@ -82,10 +77,6 @@ BATCHED(cublasZgemmBatched, 5);
 int cublasGemmStridedBatchedEx(struct handle *h, int ta, int tb, int m, int n, int k, void *al, void *a, int type,
                                int lda, long long sa, void *b, int tb2, int ldb, long long sb, void *be, void *c,
                                int tc, int ldc, long long sc, int batches) {
-  return product(h->stream, m, n, k, batches, type, h->math_mode);
-}
-int cublasGemmBatchedEx(struct handle *h, int ta, int tb, int m, int n, int k, void *al, void *a, int type, int lda,
-                        void *b, int tb2, int ldb, void *be, void *c, int tc, int ldc, int batches) {
   return product(h->stream, m, n, k, batches, type, h->math_mode);
 }
 

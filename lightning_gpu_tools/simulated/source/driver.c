@@ -29,18 +29,6 @@ int cuDeviceGet(int *device, int ordinal) {
 }
 int cuDeviceGetUuid(unsigned char *uuid, int device) { return begun() ? uuid_bytes(device, uuid) : NOT_INITIALIZED; }
 int cuDeviceGetUuid_v2(unsigned char *uuid, int device) { return cuDeviceGetUuid(uuid, device); }
-int cuDeviceGetName(char *to, int size, int device) {
-  if (!begun()) return NOT_INITIALIZED;
-  if (device < 0 || device >= device_count) return INVALID_DEVICE;
-  snprintf(to, size, "%s", GPU(device)->name);
-  return 0;
-}
-int cuDeviceTotalMem_v2(size_t *bytes, int device) {
-  if (!begun()) return NOT_INITIALIZED;
-  if (device < 0 || device >= device_count) return INVALID_DEVICE;
-  *bytes = GPU(device)->memory - GPU(device)->reserved;
-  return 0;
-}
 int cuDeviceGetAttribute(int *value, int attribute,
                          int device) { // above 102, memory that is mapped in pieces, are handles for other processes,
                                        // which there are none of
@@ -65,14 +53,11 @@ int cuCtxGetCurrent(void **context) {
   *context = &one;
   return 0;
 }
-int cuCtxSetCurrent(void *context) { return 0; }
 int cuCtxGetDevice(int *device) {
   *device = current;
   return 0;
 }
-int cuCtxPushCurrent_v2(void *context) { return 0; }
 int cuCtxPopCurrent_v2(void **context) { return cuCtxGetCurrent(context); }
-int cuCtxSetLimit(int limit, size_t value) { return 0; }
 int cuCtxGetLimit(size_t *value, int limit) {
   *value = 1 << 20; // our default; of the buffer of printf the driver's
   return 0;
@@ -83,8 +68,6 @@ int cuPointerGetAttribute(void *value, int attribute, void *p) {
   *(void **)value = p;
   return 0;
 }
-int cuTensorMapEncodeTiled(void *map) { return 0; } // what only a kernel reads
-int cuTensorMapEncodeIm2col(void *map) { return 0; }
 int cuGetErrorString(int error, const char **text) {
   *text = cudaGetErrorString(error);
   return 0;

@@ -2,7 +2,6 @@
 #define _GNU_SOURCE
 #include "runtime.h"
 #include "computed.h"
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -62,11 +61,7 @@ void **__cudaRegisterFatBinary(void *binary) {
   }
   return (void **)code;
 }
-void __cudaRegisterFatBinaryEnd(void **handle) {}
-void __cudaUnregisterFatBinary(void **handle) {}
 char __cudaInitModule(void **handle) { return 1; }
-void __cudaRegisterVar(void **handle, char *variable, char *address, const char *name, int external, size_t size,
-                       int constant, int global) {}
 void __cudaRegisterFunction(void **handle, const char *function, char *device, const char *name, int limit, void *a,
                             void *b, void *c, void *d,
                             int *e) { // libraries register while they are loaded, one after the other
@@ -86,14 +81,11 @@ static int version_of(const struct code *code, const struct gpu *gpu) {
   return best ? best : own;
 }
 static cudaError_t launch(const void *function, dim3 grid, dim3 block, void **arguments, cudaStream_t s) {
-  static int shown = -1;
   cudaError_t error = usable();
   if (error) return error;
   struct stream *t = stream_of(s);
   struct kernel *k = place(function);
   double threads = (double)grid.x * grid.y * grid.z * block.x * block.y * block.z;
-  if (shown < 0) shown = getenv("SIMULATED_CUDA_SHOW_KERNELS") != NULL;
-  if (shown) fprintf(stderr, "kernel %s\n", k->name ? k->name : "?");
   if (!k->known && k->name) {
     k->compute = compute_of(k->name);
     k->known = 1;
@@ -129,15 +121,11 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
   a->maxDynamicSharedSizeBytes = (GPU(current)->shared_kib - 1) << 10;
   return 0;
 }
-cudaError_t cudaFuncSetAttribute(const void *f, enum cudaFuncAttribute a, int value) { return 0; }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *f, int block, size_t shared,
                                                                    unsigned flags) {
   *n = block ? 2048 / block : 1;
   if (*n > 16) *n = 16;
   return 0;
-}
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, const void *f, int block, size_t shared) {
-  return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(n, f, block, shared, 0);
 }
 // Code that is compiled at run time, by Triton or NVRTC, comes through the driver: of its kernels only the names are kept.
 int cuModuleLoadDataEx(void **module, const void *code, unsigned n, int *options, void **values) {
@@ -147,7 +135,6 @@ int cuModuleLoadDataEx(void **module, const void *code, unsigned n, int *options
 }
 int cuModuleLoadData(void **module, const void *code) { return cuModuleLoadDataEx(module, code, 0, NULL, NULL); }
 int cuModuleLoad(void **module, const char *path) { return cuModuleLoadDataEx(module, path, 0, NULL, NULL); }
-int cuModuleUnload(void *module) { return 0; }
 int cuModuleGetFunction(void **function, void *module, const char *name) {
   char *own = strdup(name);
   pthread_mutex_lock(&lock);
@@ -160,8 +147,6 @@ int cuFuncGetAttribute(int *value, int attribute, void *function) {
   *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0; // threads of a block; registers, our default
   return 0;
 }
-int cuFuncSetAttribute(void *function, int attribute, int value) { return 0; }
-int cuFuncSetCacheConfig(void *function, int config) { return 0; }
 int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
                    unsigned shared, cudaStream_t s, void **arguments, void **extra) {
   return launch(function, (dim3){x, y, z}, (dim3){bx, by, bz}, arguments, s);
@@ -179,5 +164,5 @@ int cuOccupancyMaxActiveClusters(int *n, void *function, const void *config) {
   return 0;
 }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *function, int block, size_t shared) {
-  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(n, function, block, shared);
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(n, function, block, shared, 0);
 }

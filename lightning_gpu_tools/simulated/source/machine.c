@@ -20,67 +20,15 @@ i64 machine_now(void) {
   return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-// One "key value" a line. "gpu" begins a GPU, "mig" an instance of the GPU before it, which is like it but for what
-// follows.
-static void set(const char *key, const char *value) {
-  struct gpu *g = machine.gpus ? &machine.gpu[machine.gpus - 1] : NULL;
-  double number = atof(value);
-  if (!strcmp(key, "gpu") && machine.gpus < GPUS) {
-    g = &machine.gpu[machine.gpus++];
-    g->parent = -1;
-  } else if (!strcmp(key, "mig") && g && machine.gpus < GPUS) {
-    int parent = g->parent < 0 ? machine.gpus - 1 : g->parent;
-    machine.gpu[parent].mig_mode = 1;
-    struct gpu *instance = &machine.gpu[machine.gpus++];
-    *instance = machine.gpu[parent];
-    instance->parent = parent;
-    instance->mig_mode = 0;
-  } else if (!strcmp(key, "kernel_us"))
-    machine.kernel_ns = number * 1000;
-  else if (!strcmp(key, "pinned_gb_s"))
-    machine.pinned_per_ns = number;
-  else if (!strcmp(key, "pageable_gb_s"))
-    machine.pageable_per_ns = number;
-  else if (!strcmp(key, "nccl_gb_s"))
-    machine.nccl_per_ns = number;
-  else if (!g)
-    return;
-  else if (!strcmp(key, "name"))
-    snprintf(g->name, sizeof g->name, "%s", value);
-  else if (!strcmp(key, "uuid"))
-    snprintf(g->uuid, sizeof g->uuid, "%s", value);
-  else if (!strcmp(key, "pci"))
-    snprintf(g->pci, sizeof g->pci, "%s", value);
-  else if (!strcmp(key, "memory_mib"))
-    g->memory = (size_t)number << 20;
-  else if (!strcmp(key, "reserved_mib"))
-    g->reserved = (size_t)number << 20;
-  else if (!strcmp(key, "context_mib"))
-    g->context = (size_t)number << 20;
-  else if (!strcmp(key, "capability"))
-    sscanf(value, "%d.%d", &g->major, &g->minor);
-  else if (!strcmp(key, "sms"))
-    g->sms = number;
-  else if (!strcmp(key, "shared_kib"))
-    g->shared_kib = number;
-  else if (!strcmp(key, "l2_mib"))
-    g->l2_mib = number;
-  else if (!strcmp(key, "slices"))
-    g->slices = number;
-  else if (!strcmp(key, "nvlink"))
-    g->nvlink = number;
-  else if (!strcmp(key, "memory_gb_s"))
-    g->bytes_per_ns = number;
-  else if (!strcmp(key, "fp32_tflops"))
-    g->flops_per_ns = number * 1000;
-  else if (!strcmp(key, "tf32_tflops"))
-    g->tf32_per_ns = number * 1000;
-  else if (!strcmp(key, "half_tflops"))
-    g->half_per_ns = number * 1000;
-  else if (!strcmp(key, "idle_w"))
-    g->idle_w = number;
-  else if (!strcmp(key, "limit_w"))
-    g->limit_w = number;
+static int read_gpu(FILE *file, struct gpu *g) { // from a line of machine.conf; a MIG instance follows its GPU
+  int found = fscanf(file,
+                     "%d %zu %zu %zu %d.%d %d %d %d %d %lf %lf %lf %lf %lf %lf %95s %31s %95[^\n]",
+                     &g->parent, &g->memory, &g->reserved, &g->context, &g->major, &g->minor, &g->sms, &g->shared_kib,
+                     &g->l2_mib, &g->nvlink, &g->bytes_per_ns, &g->flops_per_ns, &g->tf32_per_ns, &g->half_per_ns,
+                     &g->idle_w, &g->limit_w, g->uuid, g->pci, g->name);
+  if (found != 19) return 0;
+  if (g->parent >= 0) machine.gpu[g->parent].mig_mode = 1;
+  return 1;
 }
 
 static int open_state(void) {
@@ -93,15 +41,14 @@ const struct machine *machine_open(void) {
   const char *folder = getenv("SIMULATED_CUDA");
   if (machine.state) return &machine;
   if (!folder) return NULL;
-  char path[4096], line[512], key[64], value[256];
+  char path[4096];
   snprintf(path, sizeof path, "%s/machine.conf", folder);
   FILE *file = fopen(path, "re");
   if (!file) return NULL;
+  fscanf(file, "%lf %lf %lf %lf", &machine.kernel_ns, &machine.pinned_per_ns, &machine.pageable_per_ns,
+         &machine.nccl_per_ns);
   machine.gpus = 0;
-  while (fgets(line, sizeof line, file)) {
-    value[0] = 0;
-    if (sscanf(line, "%63s %255[^\n]", key, value) >= 1) set(key, value);
-  }
+  while (machine.gpus < GPUS && read_gpu(file, &machine.gpu[machine.gpus])) machine.gpus++;
   fclose(file);
   int f = open_state();
   if (f < 0) return NULL;

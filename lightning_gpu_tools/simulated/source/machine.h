@@ -1,5 +1,5 @@
 // The simulated machine: GPUs out of a text file, and what all of its processes do on them, in one shared file.
-// The runtime writes it; the driver's management library (nvml.c) and nvidia_smi.c read it.
+// The runtime writes it, and the driver's management library (nvml.c) reads it.
 #pragma once
 #include <stdint.h>
 #include <stddef.h>
@@ -11,7 +11,7 @@ typedef int64_t i64;
 struct gpu {
   char name[96], uuid[96], pci[32];
   size_t memory, reserved, context; // bytes; a context is what a process costs that has started CUDA there
-  int major, minor, sms, shared_kib, l2_mib, nvlink, parent, mig_mode, slices;
+  int major, minor, sms, shared_kib, l2_mib, nvlink, parent, mig_mode;
   double bytes_per_ns, flops_per_ns, tf32_per_ns, half_per_ns, idle_w, limit_w;
 };
 struct bucket {

@@ -107,9 +107,7 @@ static cudaError_t give(void *p) {
 }
 
 cudaError_t cudaMalloc(void **p, size_t size) { return take(p, size, ON_DEVICE); }
-cudaError_t cudaMallocManaged(void **p, size_t size, unsigned flags) { return take(p, size, ON_DEVICE); }
 cudaError_t cudaHostAlloc(void **p, size_t size, unsigned flags) { return take(p, size, ON_HOST); }
-cudaError_t cudaMallocHost(void **p, size_t size) { return take(p, size, ON_HOST); }
 cudaError_t cudaFree(void *p) { // waits for the device, as the documentation says
   cudaError_t error = usable();
   if (error) return error;
@@ -250,12 +248,6 @@ cudaError_t cudaMemsetAsync(void *p, int value, size_t size, cudaStream_t s) {
                                               : NULL); // zeros would cost the host the pages that it does not have
 }
 cudaError_t cudaMemset(void *p, int value, size_t size) { return cudaMemsetAsync(p, value, size, 0); }
-// Only kernels read symbols.
-cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset,
-                               enum cudaMemcpyKind kind) {
-  return 0;
-}
-
 // cudaMallocAsync. Graphs of it are not simulated.
 cudaError_t cudaMallocAsync(void **p, size_t size, cudaStream_t s) {
   cudaError_t error = not_while_capturing(stream_of(s));
@@ -310,7 +302,6 @@ cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr a, 
   pthread_mutex_unlock(&lock);
   return 0;
 }
-cudaError_t cudaMemPoolSetAccess(cudaMemPool_t pool, const struct cudaMemAccessDesc *who, size_t n) { return 0; }
 
 // The driver's calls for memory that is mapped piece by piece, on which torch's expandable segments stand.
 struct piece {

@@ -393,7 +393,6 @@ int ncclRedOpCreatePreMulSum(int *operation, void *by, int type, int residence, 
   *operation = SCALED_SUMS + i;
   return SUCCESS;
 }
-int ncclRedOpDestroy(int operation, struct comm *m) { return SUCCESS; }
 
 int ncclGetUniqueId(unique_id *id) {
   unsigned char random[12];
@@ -446,18 +445,12 @@ static int joined(struct comm *m) { // the last of them removes the file
   }
   return SUCCESS;
 }
-int ncclCommInitRank(struct comm **to, int ranks, unique_id id, int rank) {
+int ncclCommInitRankConfig(struct comm **to, int ranks, unique_id id, int rank, void *config) {
   if (usable()) return CUDA_ERROR;
   if (ranks > RANKS) return INVALID_ARGUMENT;
   id.text[127] = 0;
   *to = opened(id.text, ranks, rank, current);
   return *to ? joined(*to) : SYSTEM_ERROR;
-}
-int ncclCommInitRankConfig(struct comm **to, int ranks, unique_id id, int rank, void *config) {
-  return ncclCommInitRank(to, ranks, id, rank);
-}
-int ncclCommInitRankScalable(struct comm **to, int ranks, int rank, int ids, unique_id *id, void *config) {
-  return ncclCommInitRank(to, ranks, *id, rank);
 }
 int ncclCommInitAll(struct comm **to, int ranks, const int *list) {
   unique_id id;
@@ -500,8 +493,6 @@ int ncclCommAbort(struct comm *m) {
   m->aborted = 1;
   return SUCCESS;
 }
-int ncclCommDestroy(struct comm *m) { return SUCCESS; } // what is queued may still look at it
-int ncclCommFinalize(struct comm *m) { return SUCCESS; }
 int ncclCommGetAsyncError(struct comm *m, int *error) {
   *error = is_lost(m->device) ? CUDA_ERROR : SUCCESS;
   return SUCCESS;
@@ -514,15 +505,10 @@ int ncclCommUserRank(struct comm *m, int *rank) {
   *rank = m->rank;
   return SUCCESS;
 }
-int ncclCommCuDevice(struct comm *m, int *device) {
-  *device = m->device;
-  return SUCCESS;
-}
 int ncclCommRegister(struct comm *m, void *p, size_t size, void **handle) {
   *handle = NULL;
   return SUCCESS;
 }
-int ncclCommDeregister(struct comm *m, void *handle) { return SUCCESS; }
 int ncclGetVersion(int *version) {
   *version = 22703;
   return SUCCESS;

@@ -4,7 +4,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/sysinfo.h>
 #include <time.h>
 
 enum {
@@ -83,39 +82,23 @@ int nvmlShutdown(void) {
   if (!--opened) machine = NULL;
   return OK;
 }
-const char *nvmlErrorString(int code) {
-  return code == OK                  ? "Success"
-         : code == UNINITIALIZED     ? "Uninitialized"
-         : code == INVALID_ARGUMENT  ? "Invalid Argument"
-         : code == NOT_SUPPORTED     ? "Not Supported"
-         : code == NOT_FOUND         ? "Not Found"
-         : code == LOST              ? "GPU is lost"
-         : code == DRIVER_NOT_LOADED ? "Driver Not Loaded"
-                                     : "Unknown Error";
-}
-int nvmlSystemGetDriverVersion(char *to, unsigned size) { return text(to, size, "simulated"); }
-int nvmlSystemGetNVMLVersion(char *to, unsigned size) { return text(to, size, "simulated"); }
+const char *nvmlErrorString(int code) { return code ? "an error of the simulated driver" : "Success"; }
 int nvmlSystemGetCudaDriverVersion_v2(int *version) {
   *version = 13000;
   return OK;
 }
-int nvmlSystemGetCudaDriverVersion(int *version) { return nvmlSystemGetCudaDriverVersion_v2(version); }
 
 int nvmlDeviceGetCount_v2(unsigned *n) {
   if (!machine) return UNINITIALIZED;
   for (*n = 0; nth(*n);) ++*n;
   return OK;
 }
-int nvmlDeviceGetCount(unsigned *n) { return nvmlDeviceGetCount_v2(n); }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, const struct gpu **to) {
   if (!machine) return UNINITIALIZED;
   DEVICE = nth(index);
   if (!g) return INVALID_ARGUMENT;
   *to = g;
   return is_lost(g) ? LOST : OK;
-}
-int nvmlDeviceGetHandleByIndex(unsigned index, const struct gpu **to) {
-  return nvmlDeviceGetHandleByIndex_v2(index, to);
 }
 int nvmlDeviceGetHandleByUUID(const char *uuid, const struct gpu **to) {
   if (!machine) return UNINITIALIZED;
@@ -139,10 +122,6 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *pci, const struct gpu **to) {
 }
 int nvmlDeviceGetName(DEVICE, char *to, unsigned size) { ASKED return text(to, size, g->name); }
 int nvmlDeviceGetUUID(DEVICE, char *to, unsigned size) { ASKED return text(to, size, g->uuid); }
-int nvmlDeviceGetIndex(DEVICE, unsigned *index) {
-  WHOLE for (*index = 0; nth(*index) != g;)++ *index;
-  return OK;
-}
 int nvmlDeviceGetCudaComputeCapability(DEVICE, int *major, int *minor) {
   ASKED *major = g->major;
   *minor = g->minor;
@@ -184,18 +163,9 @@ int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(DEVICE, const struct gpu **to) 
   *to = &machine->gpu[g->parent];
   return OK;
 }
-int nvmlDeviceIsMigDeviceHandle(DEVICE, unsigned *is) {
-  ASKED *is = g->parent >= 0;
-  return OK;
-}
 int nvmlDeviceGetGpuInstanceId(DEVICE, unsigned *id) {
   ASKED if (g->parent < 0) return NOT_SUPPORTED;
   *id = number(g) - g->parent;
-  return OK;
-}
-int nvmlDeviceGetComputeInstanceId(DEVICE, unsigned *id) {
-  ASKED if (g->parent < 0) return NOT_SUPPORTED;
-  *id = 0;
   return OK;
 }
 
@@ -245,9 +215,6 @@ static int processes(DEVICE, unsigned *n, struct process_info *to) { // of an in
   return fits ? OK : INSUFFICIENT_SIZE;
 }
 int nvmlDeviceGetComputeRunningProcesses_v3(DEVICE, unsigned *n, struct process_info *to) {
-  ASKED return processes(g, n, to);
-}
-int nvmlDeviceGetComputeRunningProcesses_v2(DEVICE, unsigned *n, struct process_info *to) {
   ASKED return processes(g, n, to);
 }
 struct process_info_v1 {
@@ -335,9 +302,6 @@ int nvmlDeviceGetPowerUsage(DEVICE, unsigned *milliwatts) {
 int nvmlDeviceGetPowerManagementLimit(DEVICE, unsigned *milliwatts) {
   WHOLE *milliwatts = 1000 * g->limit_w;
   return OK;
-}
-int nvmlDeviceGetEnforcedPowerLimit(DEVICE, unsigned *milliwatts) {
-  return nvmlDeviceGetPowerManagementLimit(g, milliwatts);
 }
 int nvmlDeviceGetPowerManagementLimitConstraints(DEVICE, unsigned *least, unsigned *most) {
   WHOLE *least = 1000 * g->limit_w / 2;
@@ -436,23 +400,13 @@ int nvmlDeviceGetP2PStatus(DEVICE, const struct gpu *other, int capability, int 
 }
 int nvmlDeviceGetNvLinkRemoteDeviceType(DEVICE, unsigned link, int *type) { return NOT_SUPPORTED; }
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(DEVICE, unsigned link, void *pci) { return NOT_SUPPORTED; }
-int nvmlDeviceGetGpuFabricInfo(DEVICE, void *info) { return NOT_SUPPORTED; }
 // No fabric: its state stays 0, "not supported".
 int nvmlDeviceGetGpuFabricInfoV(DEVICE, void *info) { ASKED return OK; }
-int nvmlDeviceGetCpuAffinityWithinScope(DEVICE, unsigned size, unsigned long *set, int scope) {
-  ASKED memset(set, 0, size * sizeof *set);
-  for (int i = 0; i < get_nprocs() && i < (int)size * 64; i++) set[i / 64] |= 1UL << i % 64;
-  return OK;
-}
-int nvmlDeviceGetCpuAffinity(DEVICE, unsigned size, unsigned long *set) {
-  return nvmlDeviceGetCpuAffinityWithinScope(g, size, set, 0);
-}
 int nvmlDeviceGetMemoryAffinity(DEVICE, unsigned size, unsigned long *set, int scope) {
   ASKED memset(set, 0, size * sizeof *set);
   set[0] = 1;
   return OK;
 }
-int nvmlDeviceGetNumaNodeId(DEVICE, unsigned *node) { return NOT_SUPPORTED; } // of memory on GPUs like Grace Hopper
 
 // Events: Xid 79, "GPU has fallen off the bus", of a GPU that is lost.
 struct events {
@@ -471,10 +425,6 @@ int nvmlEventSetCreate(struct events **e) {
 }
 int nvmlEventSetFree(struct events *e) {
   free(e);
-  return OK;
-}
-int nvmlDeviceGetSupportedEventTypes(DEVICE, unsigned long long *types) {
-  WHOLE *types = 8;
   return OK;
 }
 int nvmlDeviceRegisterEvents(DEVICE, unsigned long long types, struct events *e) {

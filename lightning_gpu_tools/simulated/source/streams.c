@@ -195,7 +195,6 @@ cudaError_t cudaStreamCreate(cudaStream_t *s) { return cudaStreamCreateWithPrior
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags) {
   return cudaStreamCreateWithPriority(s, flags, 0);
 }
-cudaError_t cudaStreamDestroy(cudaStream_t s) { return 0; } // what is queued goes on
 cudaError_t cudaStreamGetPriority(cudaStream_t s, int *priority) {
   *priority = stream_of(s)->priority;
   return 0;
@@ -398,7 +397,6 @@ cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t s, enum cudaStreamCaptureSt
   return capture_info(s, status, id, graph);
 }
 #endif
-cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return 0; }
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *n) {
   *n = ((struct graph *)graph)->nodes;
   return 0;
@@ -410,16 +408,10 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *exec, cudaGraph_t gra
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags) {
   return cudaGraphInstantiateWithFlags(exec, graph, flags);
 }
-cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return 0; } // kept: what was instantiated of it is the same thing
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { return 0; }
 cudaError_t cudaUserObjectCreate(cudaUserObject_t *object, void *data, cudaHostFn_t destroy, unsigned references,
                                  unsigned flags) {
   static int one;
   *object = (cudaUserObject_t)&one;
-  return 0;
-}
-cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned references) { return 0; }
-cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned references, unsigned flags) {
   return 0;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t s) {

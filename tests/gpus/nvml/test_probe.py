@@ -184,7 +184,7 @@ def test_what_the_driver_refuses_is_named_and_takes_nothing_else_along(driver, p
     probe = probe_of()
     probe.read()
     sample = probe.after(2)
-    (sentence,) = sample.refused
+    (sentence,) = probe.refused
     assert sentence.startswith(f"{named}")
     assert sentence.partition(" of GPU-")[2].endswith(("(insufficient permissions)", "(function not found)"))
     assert sample.problems == ()
