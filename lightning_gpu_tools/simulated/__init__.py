@@ -23,7 +23,7 @@ from lightning_gpu_tools.simulated.build import SimulatedCudaError, libraries
 __all__ = ["MODELS", "Machine", "SimulatedCudaError"]
 
 VARIABLE = "SIMULATED_CUDA"
-# A kernel takes at least 5 us. Copies over PCI Express 4.0 x16 take 25 GB/s from pinned memory, and 6 GB/s from pageable
+# A kernel takes at least 5 us. Copies over PCI Express 4.0 x16 take 25 GB/s from pinned memory and 6 GB/s from pageable
 # memory, which the driver copies an extra time. NCCL moves 200 GB/s. All are our defaults.
 _KERNEL_NS = 5000
 _COPY_GB_S = (25, 6, 200)
@@ -174,7 +174,10 @@ class Machine:
 
 
 def _line(model: Model, parent: int, name: str, pci: str) -> str:
-    """Return the line of machine.conf, as read_gpu() in source/machine.c reads it. ``name`` is the UUID, and ``parent`` -1 for a GPU."""
+    """Return a line of machine.conf for read_gpu() in source/machine.c.
+
+    ``name`` is the UUID. ``parent`` is the number of the line of a MIG instance's GPU, and -1 for a GPU.
+    """
     sizes = (size * 2**20 for size in (model.memory_mib, model.reserved_mib, model.context_mib))
     rates = (model.memory_gb_s, *(1000 * rate for rate in (model.fp32_tflops, model.tf32_tflops, model.half_tflops)))
     chip = (model.capability, model.sms, model.shared_kib, model.l2_mib, model.nvlink)
