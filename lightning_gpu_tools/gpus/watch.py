@@ -69,7 +69,7 @@ class GpuWatch:
         self._energy_joules: dict[str, float] = {}
         self._others_peak_bytes: dict[str, int | None] = {}
         self._noted: dict[str, GpuSample] = {}
-        self._taken: tuple[int, frozenset[str]] = (0, frozenset())  # `polled` at the last `take_metrics`
+        self._taken: tuple[int, set[str]] = (0, set())  # at the last `take_metrics`: polls, and GPUs without samples
         self._pid = os.getpid()
         self._phases = Phases()
         uuids = sorted({*self._gpus, *self._trained_on})
@@ -108,11 +108,6 @@ class GpuWatch:
     def cpu_s(self) -> float:
         """CPU time of the thread and of its calls."""
         return sum([*self._cpu_s.values()])
-
-    @property
-    def polled(self) -> tuple[int, frozenset[str]]:
-        """The number of polls, and the UUIDs of the GPUs that have no samples now."""
-        return self._done, frozenset((*self._failures, *self._late))
 
     @property
     def refused(self) -> list[str]:
@@ -168,7 +163,7 @@ class GpuWatch:
 
     def take_metrics(self) -> tuple[dict[str, float], list[str]]:
         """Return the metrics and the descriptions of problems since the last call; empty if there was no new poll."""
-        polled = self.polled
+        polled = self._done, {*self._failures, *self._late}
         if polled == self._taken:
             return {}, []
         self._taken = polled

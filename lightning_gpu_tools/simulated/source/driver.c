@@ -72,10 +72,6 @@ int cuGetErrorString(int error, const char **text) {
   *text = cudaGetErrorString(error);
   return 0;
 }
-int cuGetErrorName(int error, const char **text) {
-  *text = cudaGetErrorName(error);
-  return 0;
-}
 
 cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags,
                                     enum cudaDriverEntryPointQueryResult *result) {

@@ -159,10 +159,6 @@ int cuLaunchCooperativeKernel(void *function, unsigned x, unsigned y, unsigned z
 int cuLaunchKernelEx(const cudaLaunchConfig_t *c, void *function, void **arguments, void **extra) {
   return launch(function, c->gridDim, c->blockDim, arguments, c->stream);
 }
-int cuOccupancyMaxActiveClusters(int *n, void *function, const void *config) {
-  *n = GPU(current)->sms;
-  return 0;
-}
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *function, int block, size_t shared) {
   return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(n, function, block, shared, 0);
 }

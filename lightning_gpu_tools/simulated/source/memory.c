@@ -362,14 +362,3 @@ int cuMemUnmap(char *at, size_t size) {
   }
   return mmap(at, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED;
 }
-int cuMemGetAddressRange_v2(void **base, size_t *size, const void *p) {
-  pthread_mutex_lock(&lock);
-  struct block *b = find(p);
-  if (b) {
-    if (base) *base = b->begin;
-    if (size) *size = b->size;
-  }
-  pthread_mutex_unlock(&lock);
-  return b ? 0 : 1;
-}
-int cuMemGetAddressRange(void **base, size_t *size, const void *p) { return cuMemGetAddressRange_v2(base, size, p); }
