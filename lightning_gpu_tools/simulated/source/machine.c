@@ -111,25 +111,26 @@ size_t machine_used(int gpu) {
   return used < machine.gpu[gpu].memory ? used : machine.gpu[gpu].memory;
 }
 
+static uint32_t add(volatile uint64_t *bucket, i64 ms, i64 ns) { // returns how much of it is new
+  uint64_t before, after;
+  uint32_t had, has;
+  do {
+    before = *bucket;
+    had = before >> 32 == (uint32_t)ms ? (uint32_t)before : 0;
+    has = had + ns < MS ? had + ns : MS; // two streams or processes at the same time are not more than all of it
+    after = (uint64_t)(uint32_t)ms << 32 | has;
+  } while (!__sync_bool_compare_and_swap(bucket, before, after));
+  return has - had;
+}
 void machine_book(struct process *p, int gpu, i64 begin, i64 end) {
   i64 last = machine_now() + AHEAD;
   if (end > last) end = last;
   if (end <= begin) return;
   for (i64 ms = begin / MS; ms * MS < end; ms++) {
-    struct bucket *b = &p->uses[gpu].buckets[ms % BUCKETS];
     i64 from = begin > ms * MS ? begin : ms * MS, to = end < (ms + 1) * MS ? end : (ms + 1) * MS;
-    uint32_t ns = (b->ms == (uint32_t)ms ? b->ns : 0) + (to - from);
-    b->ms = ms;
-    b->ns = ns < MS ? ns : MS; // two streams at the same time are not more than all of it
-    volatile uint64_t *all = &machine.state->buckets[gpu][ms % BUCKETS]; // nor are two processes
-    uint64_t before, after, had;
-    do {
-      before = *all;
-      had = before >> 32 == (uint32_t)ms ? (uint32_t)before : 0;
-      ns = had + (to - from) < MS ? had + (to - from) : MS;
-      after = (uint64_t)(uint32_t)ms << 32 | ns;
-    } while (!__sync_bool_compare_and_swap(all, before, after));
-    __sync_fetch_and_add(&machine.state->busy_ns[gpu], ns - had);
+    add(&p->uses[gpu].buckets[ms % BUCKETS], ms, to - from);
+    uint32_t more = add(&machine.state->buckets[gpu][ms % BUCKETS], ms, to - from);
+    __sync_fetch_and_add(&machine.state->busy_ns[gpu], more);
   }
 }
 
@@ -149,9 +150,8 @@ i64 machine_busy(int gpu, const struct process *only, i64 begin, i64 end) {
   i64 now = machine_now(), busy = waiting(gpu, only, begin, end < now ? end : now);
   for (i64 ms = begin / MS; ms * MS < end; ms++) {
     i64 from = begin > ms * MS ? begin : ms * MS, to = end < (ms + 1) * MS ? end : (ms + 1) * MS;
-    uint64_t all = machine.state->buckets[gpu][ms % BUCKETS];
-    struct bucket b = only ? only->uses[gpu].buckets[ms % BUCKETS] : (struct bucket){all >> 32, all};
-    if (b.ms == (uint32_t)ms) busy += b.ns * (to - from) / MS;
+    uint64_t bucket = (only ? only->uses[gpu].buckets : machine.state->buckets[gpu])[ms % BUCKETS];
+    if (bucket >> 32 == (uint32_t)ms) busy += (i64)(uint32_t)bucket * (to - from) / MS;
   }
   return busy < end - begin ? busy : end - begin;
 }

@@ -14,14 +14,13 @@ struct gpu {
   int major, minor, sms, shared_kib, l2_mib, nvlink, parent, mig_mode;
   double bytes_per_ns, flops_per_ns, tf32_per_ns, half_per_ns, idle_w, limit_w;
 };
-struct bucket {
-  uint32_t ms, ns;
-}; // how long a GPU was busy in that millisecond since the machine's boot
+// How long a GPU was busy in each millisecond since the machine's boot: the millisecond in the upper half, ns in the lower.
+typedef volatile uint64_t ring[BUCKETS];
 struct use {
   int active;
   size_t bytes;      // without the context
   i64 waiting_since; // in a collective whose end is not known yet: busy since then, not booked; 0: none
-  struct bucket buckets[BUCKETS];
+  ring buckets;
 };
 struct process {
   volatile int pid;
@@ -33,7 +32,7 @@ struct state { // all zero at the beginning. Python writes the first array, at 1
     volatile uint64_t others, lost_at;
   } set[GPUS];                     // bytes that others hold; when the GPU fell off the bus, in ns
   volatile uint64_t busy_ns[GPUS]; // all time in which work was ever booked, by any process
-  volatile uint64_t buckets[GPUS][BUCKETS]; // of all processes: ms in the upper half, ns in the lower
+  ring buckets[GPUS];              // of all processes
   struct process processes[PROCESSES];
 };
 struct machine {
