@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
@@ -24,7 +26,7 @@ from lightning_gpu_tools.gpus.metrics import (
     with_shares,
 )
 from lightning_gpu_tools.gpus.readings import GpuReading, not_none, weights_s
-from lightning_gpu_tools.gpus.windows import Phases, WindowBuilder
+from lightning_gpu_tools.gpus.windows import WindowBuilder, overlap_s
 from lightning_gpu_tools.units import printable
 
 if TYPE_CHECKING:
@@ -71,12 +73,13 @@ class GpuWatch:
         self._noted: dict[str, GpuSample] = {}
         self._taken: tuple[int, set[str]] = (0, set())  # at the last `take_metrics`: polls, and GPUs without samples
         self._pid = os.getpid()
-        self._phases = Phases()
+        # When each phase began, as far back as samples reach.
+        self._phases: deque[tuple[float, str]] = deque([(-math.inf, "training")], maxlen=1000)
         uuids = sorted({*self._gpus, *self._trained_on})
         # Since the last `take`, and over the whole run.
         self._recent, self._whole = (
             {
-                phase: {uuid: WindowBuilder(uuid, functools.partial(self._phases.overlap_s, phase)) for uuid in uuids}
+                phase: {uuid: WindowBuilder(uuid, functools.partial(overlap_s, self._phases, phase)) for uuid in uuids}
                 for phase in ("training", "validation")
             }
             for _ in range(2)
@@ -123,7 +126,7 @@ class GpuWatch:
         """Assign samples to this phase from now on. The first phase is training."""
         if self._pid == os.getpid():  # in a forked child, a thread of the parent may hold the lock forever
             with self._changed:
-                self._phases.enter(phase, time.time())
+                self._phases.append((time.time(), phase))
 
     def take(self, phase: Phase = "training") -> dict[str, GpuWindow]:
         """Return the windows of a phase since the last call for it, by UUID. Windows of both phases have the errors."""

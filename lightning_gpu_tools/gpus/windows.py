@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuWindow, Metric
@@ -49,26 +47,16 @@ class PercentHistogram:
         return value
 
 
-class Phases:
-    """The phases of a run over time, as far back as samples reach. A run starts in training."""
-
-    def __init__(self) -> None:
-        self._since: deque[tuple[float, str]] = deque([(-math.inf, "training")], maxlen=1000)
-
-    def enter(self, phase: str, time_s: float) -> None:
-        """Switch to this phase at ``time_s``."""
-        self._since.append((time_s, phase))
-
-    def overlap_s(self, phase: str, begin_s: float, end_s: float) -> float:
-        """Return the seconds between ``begin_s`` and ``end_s`` in which the run was in this phase."""
-        total_s, until_s = 0.0, end_s
-        for since_s, name in reversed(self._since):
-            if name == phase:
-                total_s += max(0.0, until_s - max(since_s, begin_s))
-            until_s = min(until_s, since_s)
-            if since_s <= begin_s:
-                break
-        return total_s
+def overlap_s(phases: Sequence[tuple[float, str]], phase: str, begin_s: float, end_s: float) -> float:
+    """Return the seconds between two times that belong to a phase. ``phases`` are the time and name of each start."""
+    total_s, until_s = 0.0, end_s
+    for since_s, name in reversed(phases):
+        if name == phase:
+            total_s += max(0.0, until_s - max(since_s, begin_s))
+        until_s = min(until_s, since_s)
+        if since_s <= begin_s:
+            break
+    return total_s
 
 
 class WindowBuilder:
