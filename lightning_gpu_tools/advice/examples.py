@@ -12,19 +12,14 @@ from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
-from lightning_gpu_tools.memory.readings import (
-    Block,
-    MemoryHoldings,
-    MemoryReading,
-    RankMemory,
-    StepMemory,
-)
+from lightning_gpu_tools.memory.readings import Block, MemoryHoldings, MemoryReading, RankMemory, StepMemory
 from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
     HeldContext,
     IdleTimes,
     LoaderSettings,
+    LoadingFacts,
     RankStep,
     RunMeasurements,
     SourceLine,
@@ -99,13 +94,10 @@ def cpu_run(phase_ms: Mapping[str, float], **options: Any) -> RunMeasurements:
 
 def watched(operations: float = 400, line: int | None = None) -> dict[str, Any]:
     """Return the options of a run with this many operations per step, and a line that waits for the GPU each step."""
-    place: dict[str, Any] = {
-        "phase": "training_step/forward",
-        "file": "train.py",
-        "function": "training_step",
-        "samples": 10,
-    }
-    syncs = () if line is None else (SourceLine(line=line, **place),)
+    sync = SourceLine(
+        phase="training_step/forward", file="train.py", line=line or 0, function="training_step", samples=10
+    )
+    syncs = () if line is None else (sync,)
     return {"watched": WatchedSteps(steps=5, operations=operations, syncs=syncs)}
 
 
@@ -133,41 +125,17 @@ def sampled_idle(count: int = 20, **ms: tuple[float, float]) -> IdleTimes:
     )
 
 
-def contended(wait_share: float = 0.4, *, others: float = 0.0, allowed: float = 2.0, **options: Any) -> RunMeasurements:
+def contended(
+    wait_share: float = 0.4, *, others: float = 0.0, workers: int = 4, loading: LoadingFacts | None = None, **cores: Any
+) -> RunMeasurements:
     """Return a run on two cores whose training thread waited for a core; other programs kept ``others`` of them busy.
 
-    Options are fields of ``CoreFacts``, and ``phase_ms``, ``workers`` and ``loading`` of the run.
+    ``cores`` are other fields of ``CoreFacts``.
     """
-    loading = options.pop("loading", None)
-    phase_ms, workers = options.pop("phase_ms", {"training_step/forward": 40.0}), options.pop("workers", 4)
-    cores = {
-        "wait_share": wait_share,
-        "own_cores": 2 - others,
-        "others_cores": others,
-        "runnable_threads": 5.2,
-        "machine_cores": 2,
-        "affinity_cores": 2,
-        "torch_threads": 2,
-        **options,
-    }
-    return cpu_run(
-        phase_ms,
-        host=a_host(allowed),
-        cores=CoreFacts(**cores),
-        loader=replace(LOADER, num_workers=workers),
-        loading=loading,
-    )
-
-
-def capped(percent: float, clock_percent: float | None, limit_watts: float | None = 500.0) -> dict[str, Any]:
-    """Return the options of a run on a GPU that an administrator can set to at most 700 W."""
-    gpu = GpuWindow(
-        power_capped_percent=percent,
-        held_clock_percent=clock_percent,
-        power_limit_watts=limit_watts,
-        power_limit_watts_max=700.0,
-    )
-    return {"gpu": gpu}
+    usual = {"runnable_threads": 5.2, "machine_cores": 2, "affinity_cores": 2, "torch_threads": 2}
+    facts = CoreFacts(wait_share=wait_share, others_cores=others, **{**usual, **cores})
+    loader = replace(LOADER, num_workers=workers)
+    return cpu_run({"training_step/forward": 40.0}, host=a_host(2.0), cores=facts, loader=loader, loading=loading)
 
 
 COPIES: dict[str, Any] = {

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import (
@@ -32,7 +32,7 @@ from lightning_gpu_tools.training.phases import (
     VALIDATION,
     base_phase,
 )
-from lightning_gpu_tools.training.run_measurements import RunMeasurements, SourceLine, StepBlock
+from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements, SourceLine, StepBlock
 from lightning_gpu_tools.units import format_duration, printable
 
 BUSY_PERCENT = 80.0  # a GPU that runs a kernel for this much of the time looks well used
@@ -51,6 +51,7 @@ _MIN_SYNCS_PER_STEP = 0.5  # rarer waits do not affect the steps in between
 _SLOW_LAUNCH_S = 100e-6  # per operation; 10 to 50 us are usual, including the Python code around it
 _NOT_IN_STEP = (HOST_TO_DEVICE_COPY, RANK_WAIT, *PAUSES)
 _REST_SHARE = 0.02  # our default: the share of the cause after the change in the advice
+PARTS_OF_STEP = {"forward": "its forward pass", "backward": "its backward pass", "optimizer": "its optimizer's step"}
 FIND_FUNCTION = (
     "Find the slow function: py-spy record --pid PID --duration 30, or python -m cProfile -s tottime SCRIPT."
 )
@@ -259,50 +260,41 @@ def without_added_time(finding: Finding, slower: Finding) -> Finding:
     )
 
 
-class HostPhase(NamedTuple):
-    """A phase of a callback, a logger, ..., and its cost."""
-
-    phase: str  # as in phase_s
-    name: str  # of the callback, logger, ..., to print; that of the group if it has none
-    method: str  # "optimizer_step" of "LitModel.optimizer_step"; empty if it is not a method
-    share: float  # of the wall time; on a GPU, while it was idle
-    seconds: float
-    times: int  # how many times less often it must run for its cost to be negligible
+def phases_of(run: RunMeasurements, group: str) -> list[str]:
+    """Return the phases of a group that took time: ``["callback/EarlyStopping", "callback/ModelCheckpoint"]``."""
+    return [phase for phase in run.phase_s if base_phase(phase) == group]
 
 
-def phases_of(run: RunMeasurements, group: str) -> Iterator[HostPhase]:
-    """Yield the phases of a group that took time: ``"callback/EarlyStopping"``, ``"callback/ModelCheckpoint"``, ..."""
-    for phase, seconds in run.phase_s.items():
-        base, _, name = phase.partition("/")
-        if base == group:
-            share = min(lost_share(run, phase), idle_share(run))
-            method = name.partition(".")[2]
-            yield HostPhase(phase, printable(name or group), method, share, seconds, times_less(share))
+def name_of(phase: str) -> tuple[str, str]:
+    """Return the callback, logger, ... of a phase, to print, by default its group; and its method, if it has one."""
+    group, _, name = phase.partition("/")
+    return printable(name or group), name.partition(".")[2]
 
 
 def lost_in(
-    run: RunMeasurements, part: HostPhase, *, begins: str, advice: str, evidence: Mapping[str, float | str | None] = {}
+    run: RunMeasurements, phase: str, *, begins: str, advice: str, evidence: Mapping[str, float | str | None] = {}
 ) -> Finding:
     """Return a finding on a phase that occurs now and then.
 
     Up to three events may be chance: one in twenty runs would have none of them. So the part of the share that is not
     due to chance comes from how it is spread over the run.
     """
-    group, _, name = part.phase.partition("/")
+    group, _, name = phase.partition("/")
+    share = min(lost_share(run, phase), idle_share(run))
     seconds, repeated = [span.phase_s.get(group, 0.0) for span in run.spans], 1.0
     # An interval takes milliseconds of the training thread, and a smaller finding is left out in any case.
-    if ceiling(part.share) >= MIN_CEILING and any(seconds):
+    if ceiling(share) >= MIN_CEILING and any(seconds):
         lower, _ = mean_interval(seconds) or (fmean(seconds), 0.0)
         repeated = min(1.0, lower / fmean(seconds))
     return lost_time(
         run,
-        part.share,
+        share,
         begins=begins,
         advice=advice,
-        phase=part.phase,
-        evidence={"seconds": part.seconds, "name": name or None, **evidence},
-        lines=[part.phase],
-        lower=part.share * repeated,
+        phase=phase,
+        evidence={"seconds": run.phase_s[phase], "name": name or None, **evidence},
+        lines=[phase],
+        lower=share * repeated,
     )
 
 
@@ -315,7 +307,44 @@ def longest_group(run: RunMeasurements, without: Sequence[str]) -> tuple[str, fl
     return max(seconds.items(), key=lambda item: item[1], default=("", 0.0))
 
 
-def times_less(share: float, rest: float = _REST_SHARE) -> int:
+def times_rarer(run: RunMeasurements, phase: str) -> int:
+    """Return how many times less often a phase must occur for its cost to be negligible."""
+    return times_less(min(lost_share(run, phase), idle_share(run)), _REST_SHARE)
+
+
+def times_less(share: float, rest: float) -> int:
     """Return how many times less often something must happen to take at most ``rest``: 2, 5, 10, ... to 1000."""
     times = math.inf if share >= 1 else share / (1 - share) * (1 - rest) / rest
     return next((steps for steps in (2, 5, 10, 20, 50, 100, 200, 500) if steps >= times), 1000)
+
+
+# --- waits for other ranks -------------------------------------------------------------------------------------------
+
+
+def slowest_rank(ranks: Sequence[RankStep]) -> tuple[RankStep, float] | None:
+    """Return the rank that works longest on a step, and its seconds beyond the median rank; ``None`` with one rank.
+
+    With an even number of ranks, the median is the faster of the two in the middle.
+    """
+    if len(ranks) < 2:
+        return None
+    own_s = own_work_s(ranks)
+    slowest = max(range(len(ranks)), key=own_s.__getitem__)
+    return ranks[slowest], own_s[slowest] - median_low(own_s)
+
+
+def own_work_s(ranks: Sequence[RankStep]) -> list[float]:
+    """Return the time of each rank's own work on a step, without parts that only some ranks report."""
+    unknown = [part for part in PARTS_OF_STEP if len({part in rank.phase_s for rank in ranks}) > 1]
+    return [rank.own_step_s - sum(rank.phase_s.get(part, 0.0) for part in unknown) for rank in ranks]
+
+
+def waited_s(rank: RankStep) -> float | None:
+    """Return the time that a rank waits in a step for later ranks; ``None`` if unknown."""
+    return rank.wait_s if rank.others_late_s is None else rank.others_late_s
+
+
+def mean_wait_s(ranks: Sequence[RankStep]) -> float | None:
+    """Return the mean time of a rank in collectives in a step; ``None`` if unknown."""
+    waits = [rank.wait_s for rank in ranks if rank.wait_s is not None]
+    return fmean(waits) if waits and len(waits) == len(ranks) else None

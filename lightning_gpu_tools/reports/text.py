@@ -14,8 +14,8 @@ from typing import TextIO
 
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, in_words, label_of, seen_in
+from lightning_gpu_tools.advice.lost_time import mean_wait_s, slowest_rank
 from lightning_gpu_tools.advice.memory_account import CACHE, OTHER_PROCESSES, PARTS, TENSORS, MemoryAccount
-from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.reports.gpu_table import gpu_lines, gpu_sentences
@@ -276,10 +276,15 @@ def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str
         shown = f"{label_of(group)}: {printable(name)}" if name else label_of(group)
         if phase == IN_WORKER:
             shown = "loading in a worker"
-        shares = seen_in([line for line in report.lines if line.phase == phase], phase)
+        seen = seen_in([line for line in report.lines if line.phase == phase], phase)
         rows += (
-            (shown, f"{100 * line.share:.0f}%", str(line), f"{line.samples:,}")
-            for line in (shares if full else shares[:_MAX_SOURCE_LINES])
+            (
+                shown,
+                f"{100 * line.samples / whole:.0f}%",
+                in_words(line.file, line.line, line.function),
+                f"{line.samples:,}",
+            )
+            for line in (seen if full else seen[:_MAX_SOURCE_LINES])
             if full or line.samples >= _MIN_PART * whole
         )
     return rows

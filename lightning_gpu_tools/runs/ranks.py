@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from statistics import fmean, median
 from typing import Any, TypeVar
 
 import msgspec
 
+from lightning_gpu_tools.advice.lost_time import slowest_rank
 from lightning_gpu_tools.advice.memory_account import MemoryAccount, accounts
-from lightning_gpu_tools.advice.ranks import slowest_rank, usual_s, with_waits
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.memory.readings import RankMemory
@@ -40,9 +42,8 @@ _T = TypeVar("_T")
 
 _MAX_LINES = 8  # our default: that a rank sends to rank 0
 _MAX_TROUBLES = 8  # of other nodes at a time: these fit on a screen
-_MIN_GPU_SAMPLES = 5  # our default: sampled steps of a GPU, to compare ranks
-_OUTSIDE = "outside"  # callbacks, loggers, checkpoints, and validation, without waits for other ranks
-_MAX_PARTS = 16  # our default: of a run, to show when a rank was slow
+_MIN_GPU_SAMPLES = 5  # our default: sampled steps of a GPU, or that all ranks have sampled, to compare ranks
+_USUAL = 0.9  # our default: the share of sampled steps that count, shortest first
 
 
 class Ranks:
@@ -126,9 +127,37 @@ def steps_of(entries: Sequence[Mapping[str, Any]]) -> tuple[RankStep, ...]:
     if len(published) < 2:
         return ()
     ranks = msgspec.convert(published, tuple[RankStep, ...])
-    ranks = with_waits(ranks, {entry["rank"]: entry.get("waits") or {} for entry in entries})
+    ranks = _with_waits(ranks, {entry["rank"]: entry.get("waits") or {} for entry in entries})
     slowest, _ = slowest_rank(ranks) or (None, 0.0)
     return tuple(one if one is slowest else replace(one, lines=()) for one in ranks)
+
+
+def _with_waits(ranks: tuple[RankStep, ...], waits: Mapping[int, Mapping[str, Any]]) -> tuple[RankStep, ...]:
+    """Add the waits of GPUs for other ranks, from each rank's ``RunRecorder.own_waits``."""
+    of_ranks = [waits[rank.rank] for rank in ranks]
+    if all(rank.wait_s is not None for rank in ranks) or not all(of_ranks):
+        return ranks
+    # Both are lower bounds: sampled steps may miss rare waits, and hosts wait for the rank that is last on average.
+    hosts_s = [waits_of_rank["of_host_s"] for waits_of_rank in of_ranks]
+    late_s: list[float | None] = [None] * len(ranks)
+    if any(hosts_s):  # a host also waits for its own GPU's work, which is not waiting for others
+        rooms_s = [
+            waits_of_rank["step_s"] - rank.own_step_s for rank, waits_of_rank in zip(ranks, of_ranks, strict=True)
+        ]
+        late_s = [max(0.0, min(s - min(hosts_s), room_s)) for s, room_s in zip(hosts_s, rooms_s, strict=True)]
+    sending_s = None
+    steps = set.intersection(*(set(waits_of_rank["by_step"]) for waits_of_rank in of_ranks))
+    if len(steps) >= _MIN_GPU_SAMPLES:
+        least_s = {step: min(waits_of_rank["by_step"][step] for waits_of_rank in of_ranks) for step in steps}
+        sending_s = median(least_s.values())
+        sampled_s = [
+            _usual_s(waits_of_rank["by_step"][step] - least_s[step] for step in steps) for waits_of_rank in of_ranks
+        ]
+        late_s = [max(not_none([one_s, two_s])) for one_s, two_s in zip(late_s, sampled_s, strict=True)]
+    return tuple(
+        replace(rank, others_late_s=one_s, wait_s=None if sending_s is None or one_s is None else sending_s + one_s)
+        for rank, one_s in zip(ranks, late_s, strict=True)
+    )
 
 
 def own_step(run: Run, clock: StepClock, rank_waits: RankWaits, lines: Iterable[SourceLine]) -> RankStep | None:
@@ -139,9 +168,7 @@ def own_step(run: Run, clock: StepClock, rank_waits: RankWaits, lines: Iterable[
     gpu_s = _own_gpu_s(run, clock, rank_waits)
     if not gpu_s and (run.is_plain_ddp or run.gpus):  # over NCCL, the host waits for no rank within these
         parts += ["forward", "optimizer", *([] if rank_waits.unseen else ["backward"])]
-    blocks = list(clock.blocks)
-    total = sum(blocks, StepBlock())
-    gpu_step_s = sum(gpu_s.values())
+    total = sum(clock.blocks, StepBlock())
     outside_step_s = {
         phase: seconds / max(1, clock.steps)
         for phase, seconds in clock.seconds.items()
@@ -149,16 +176,6 @@ def own_step(run: Run, clock: StepClock, rank_waits: RankWaits, lines: Iterable[
     }
     of_parts = _by_part(total.phase_s)
     phase_s = {**{part: of_parts[part] / total.steps for part in parts}, **outside_step_s, **gpu_s}
-    while len(blocks) > _MAX_PARTS:
-        pairs = zip(blocks[::2], blocks[1::2], strict=False)  # an unpaired last block waits for the next
-        blocks = [first + second for first, second in pairs]
-
-    def own_s(block: StepBlock) -> float:
-        of_parts = _by_part(block.phase_s)
-        on_host_s = sum(of_parts[part] for part in (*parts, _OUTSIDE))
-        on_gpu_s = block.gpu_step_s / block.gpu_steps if gpu_s and block.gpu_steps else gpu_step_s
-        return on_host_s / block.steps + on_gpu_s
-
     # Without those at which it waits for other ranks.
     own_lines = (line for line in lines if base_phase(line.phase) != RANK_WAIT)
     return RankStep(
@@ -166,8 +183,6 @@ def own_step(run: Run, clock: StepClock, rank_waits: RankWaits, lines: Iterable[
         node=run.place.node,
         own_step_s=sum(phase_s.values()),
         phase_s={phase: round(seconds, 9) for phase, seconds in phase_s.items()},
-        own_s_over_time=tuple(round(own_s(block), 6) for block in blocks),
-        steps_over_time=blocks[0].steps,
         wait_s=None if run.gpus else of_parts[RANK_WAIT] / total.steps,
         lines=tuple(islice(own_lines, _MAX_LINES)),
         gpu=None if run.gpu is None else run.gpu.index,
@@ -185,7 +200,7 @@ def _by_part(phase_s: Mapping[str, float]) -> defaultdict[str, float]:
         elif phase.startswith(f"{TRAINING_STEP}/"):
             part = "optimizer"
         else:
-            part = _OUTSIDE if is_outside_step(phase) else base_phase(phase)
+            part = base_phase(phase)
         found[part] += seconds
     return found
 
@@ -216,4 +231,10 @@ def _own_gpu_s(run: Run, clock: StepClock, waits: RankWaits) -> dict[str, float]
     if BACKWARD not in idle.last_steps[-1]:  # it is inside a CUDA graph, and so is the wait
         return {}
     own = (FORWARD, BACKWARD, OPTIMIZER)
-    return {phase.partition("/")[2]: usual_s(step.get(phase, 0.0) for step in idle.last_steps) for phase in own}
+    return {phase.partition("/")[2]: _usual_s(step.get(phase, 0.0) for step in idle.last_steps) for phase in own}
+
+
+def _usual_s(sampled_s: Iterable[float]) -> float:
+    """Return the mean of sampled steps without the longest 10%, because one outlier distorts the mean of a few."""
+    seconds = sorted(sampled_s)
+    return fmean(seconds[: math.ceil(_USUAL * len(seconds))])

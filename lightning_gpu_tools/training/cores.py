@@ -214,7 +214,6 @@ class CoreUse:
         runnable = sum(added_times(began.threads, now.threads)) / elapsed_s + of_workers
         return CoreFacts(
             wait_share=steady.core_wait_s / steady.wall_s if steady.steps and knows_core_wait else None,
-            own_cores=used,
             others_cores=max(0.0, affinity - used - idle),
             affinity_cores=affinity,
             machine_cores=os.cpu_count() or 1,

@@ -155,11 +155,6 @@ class GpuTimeline:
         if self._open is not None and self._open.parts[-1].phase == phases.DATA_LOADING:
             self._own_work(self._guard, self._gap_goes_on, self._open, BEFORE_STEP)
 
-    @property
-    def own_step_s(self) -> float:
-        """GPU seconds in forward, backward, and optimizer over the sampled steps."""
-        return sum(self._step_s.get(phase, 0.0) for phase in (phases.FORWARD, phases.BACKWARD, phases.OPTIMIZER))
-
     def facts(self) -> IdleTimes:
         """Return the measurements so far."""
         self._guard(self._read)

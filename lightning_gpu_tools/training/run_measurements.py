@@ -46,8 +46,6 @@ class StepBlock:
     data_loading_core_wait_s: float = 0.0  # the part of core_wait_s while it waits for data
     cpu_s: float = 0.0  # of all threads of the training process outside that wait; 0 if not measured
     core_wait_s: float = 0.0  # the training thread was runnable but had no core; 0 if not measured
-    gpu_steps: int = 0  # steps timed on the GPU
-    gpu_step_s: float = 0.0  # GPU time of those steps in forward, backward, and optimizer
     phase_s: Mapping[str, float] = field(default_factory=dict)  # all of the time, as in RunMeasurements
 
     @property
@@ -261,7 +259,6 @@ class CoreFacts:
     """The use of the cores that this job may run on."""
 
     wait_share: float | None  # of steady steps: the training thread was runnable but had no core
-    own_cores: float  # cores kept busy by this job
     others_cores: float  # cores kept busy by other programs
     affinity_cores: int  # cores that this process may run on
     machine_cores: int  # cores of the machine
@@ -283,8 +280,6 @@ class RankStep:
             ``optimizer`` are means over steady steps. With a GPU, the last three are GPU times of sampled steps,
             without the longest 10%. Others are means over all steps. Excludes the Trainer's own work, and time that
             may be waiting for other ranks.
-        own_s_over_time: Mean time in each of at most 16 consecutive parts of the steady steps.
-        steps_over_time: Number of steps in each part; 0 if there are none.
         wait_s: Mean time in collectives per step: waits for other ranks, and sending. On a GPU, it is GPU time in
             sampled steps. ``None`` if unknown, as with strategies other than DDP.
         others_late_s: The part of it in which other ranks had not arrived yet: the time beyond that of the rank with
@@ -297,8 +292,6 @@ class RankStep:
     node: int
     own_step_s: float
     phase_s: Mapping[str, float] = field(default_factory=dict)
-    own_s_over_time: tuple[float, ...] = ()
-    steps_over_time: int = 0
     wait_s: float | None = None
     others_late_s: float | None = None
     lines: tuple[SourceLine, ...] = ()

@@ -273,8 +273,6 @@ class StepClock(Stopwatch):
             wall_s=now_s,
             cpu_s=time.process_time(),
             core_wait_s=self.core_wait_s,
-            gpu_steps=0 if self._gpu is None else self._gpu.samples,
-            gpu_step_s=0.0 if self._gpu is None else self._gpu.own_step_s,
             phase_s=self.seconds,
         )
 

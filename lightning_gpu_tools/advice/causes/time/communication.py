@@ -11,8 +11,7 @@ from statistics import fmean
 
 from lightning_gpu_tools.advice.examples import STEP, cpu_run, ranks
 from lightning_gpu_tools.advice.findings import Cause, Finding
-from lightning_gpu_tools.advice.lost_time import lost_time
-from lightning_gpu_tools.advice.ranks import mean_wait_s
+from lightning_gpu_tools.advice.lost_time import lost_time, mean_wait_s
 from lightning_gpu_tools.training.phases import RANK_WAIT, RANK_WAIT_IN_STEP
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
