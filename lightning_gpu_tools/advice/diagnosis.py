@@ -15,7 +15,6 @@ from lightning_gpu_tools.advice.findings import (
     Cause,
     Diagnosis,
     Finding,
-    is_known,
 )
 from lightning_gpu_tools.advice.lost_time import idle_by_phase, idle_in_step_share, without_added_time
 from lightning_gpu_tools.advice.verdict import (
@@ -101,15 +100,14 @@ def _find(run: RunMeasurements, causes: dict[str, Cause[RunMeasurements]]) -> tu
     reported: list[Finding] = []
     left_out: list[LeftOut] = []
     for name, cause in causes.items():
-        if not silencing.isdisjoint(cause.silenced_by) or not all(is_known(run, need) for need in cause.needs):
+        if not silencing.isdisjoint(cause.silenced_by):
             continue
         for found in cause.find(run):
             finding = replace(found, cause=name)
             if not cause.why_not(run, finding):
                 silencing.add(name)
-            explained = {causes[earlier.cause].explains for earlier in reported}
+            explained = {str(earlier.evidence.get("phase")) for earlier in reported}
             for earlier in reported:
-                explained.add(str(earlier.evidence.get("phase")))
                 if causes[earlier.cause].takes_over:
                     finding = without_added_time(finding, earlier)
             phase = str(finding.evidence.get("phase"))

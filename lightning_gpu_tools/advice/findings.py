@@ -6,8 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
@@ -108,14 +107,11 @@ class Cause(Generic[Facts]):
     # Of lost time. "idle" leaves the GPU idle. "busy" makes a run "low" even if the GPU looks busy. A "remark" slows a
     # busy GPU down but leaves none idle, so it makes no run "low". "others": the time is that of other jobs.
     kind: Literal["idle", "busy", "remark", "others"] = "idle"
-    needs: Sequence[str] = ()  # attributes of RunMeasurements that must not be None to judge it
     # Returns why a finding needs no change, to follow "... takes 38% of the wall time, but"; empty if it does.
     why_not: Callable[[Facts, Finding], str] = lambda facts, finding: ""
     silenced_by: Sequence[str] = ()  # causes: if one of them finds anything, however little, this one is not judged
-    explains: str = ""  # a group of phases that its findings explain, besides their own phase
-    leaves_explained: bool = False  # its findings on phases that earlier findings explain are left out
+    leaves_explained: bool = False  # its findings on phases of earlier findings are left out
     takes_over: bool = False  # its time is taken out of later findings on the same phase
-    is_in_step: bool = False  # its time in the training step is not unexplained idle time there
     ignores_min_cost: bool = False  # it is reported however little time it takes per step
     # Whether it can be judged without enough steady steps, of which short epochs and frequent validations leave few.
     is_judged_early: Callable[[Facts], bool] = lambda facts: False
@@ -131,13 +127,6 @@ class Cause(Generic[Facts]):
     def variants(self) -> Sequence[Variant]:
         """Its variants, at least one."""
         return self.rows or [Variant(self.says, self.change)]
-
-
-def is_known(run: RunMeasurements, name: str) -> bool:
-    """Return whether an attribute, or one of a part such as ``"gpu.name"``, was measured."""
-    first, _, rest = name.partition(".")
-    value = getattr(run, first)
-    return value is not None and (not rest or attrgetter(rest)(value) is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,11 +249,6 @@ def storage_sentence(storage: Storage | None, subject: str = "") -> str:
     return f" {subject}{printable_path(storage.path)} is on {printable(storage.file_system)}{kind}."
 
 
-def may_be_remote(storage: Storage | None) -> bool:
-    """Return whether a copy on a local disk may be faster."""
-    return storage is None or storage.is_network
-
-
 def evidence_of_storage(storage: Storage | None) -> Evidence:
     """Return a storage as evidence."""
     if storage is None:
@@ -273,19 +257,6 @@ def evidence_of_storage(storage: Storage | None) -> Evidence:
 
 
 # --- source lines that take the time of a phase, by their number of samples -------------------------------------------
-
-
-class LineShare(NamedTuple):
-    """A source line, and its share of the samples of some phases."""
-
-    file: str
-    line: int
-    function: str
-    share: float
-    samples: int
-
-    def __str__(self) -> str:
-        return in_words(self.file, self.line, self.function)
 
 
 def in_words(file: str, line: int, function: str) -> str:
@@ -298,25 +269,26 @@ def is_of_program(file: str) -> bool:
     return bool(file) and not file.startswith(_FRAMEWORKS)
 
 
-def seen_in(lines: Sequence[SourceLine], *phases: str) -> list[LineShare]:
-    """Return the lines sampled in these phases, or in phases of these groups, most frequent first.
+def seen_in(lines: Sequence[SourceLine], *phases: str) -> list[SourceLine]:
+    """Return the lines sampled in these phases, or in phases of these groups, most frequent first, without a phase.
 
-    Shares add up to 1: samples without a line of the user's code count for the framework's line.
+    Samples without a line of the user's code count for the framework's line.
     """
-    samples: Counter[tuple[str, int, str]] = Counter()
+    samples: Counter[SourceLine] = Counter()
     for seen in lines:
         if seen.phase in phases or base_phase(seen.phase) in phases:
-            samples[seen.file, seen.line, seen.function] += seen.samples
-    whole = samples.total()
-    by_share = sorted(samples.items(), key=lambda item: (-item[1], item[0]))
-    return [LineShare(*place, count / whole, count) for place, count in by_share if count]
+            samples[replace(seen, phase="", samples=0)] += seen.samples
+    found = [replace(line, samples=count) for line, count in samples.items() if count]
+    return sorted(found, key=lambda line: (-line.samples, line.file, line.line, line.function))
 
 
-def worth_reporting(shares: Sequence[LineShare]) -> list[LineShare]:
-    """Return the lines with the largest shares; none if there are too few samples."""
-    if sum(line.samples for line in shares) < MIN_SAMPLES:
+def top_lines(lines: Sequence[SourceLine], *phases: str) -> list[tuple[SourceLine, float]]:
+    """Return the lines with the largest shares of these phases; none if there are too few samples."""
+    seen = seen_in(lines, *phases)
+    whole = sum(line.samples for line in seen)
+    if whole < MIN_SAMPLES:
         return []
-    return [line for line in shares if line.share >= _MIN_SHARE][:_MAX_LINES]
+    return [(line, line.samples / whole) for line in seen if line.samples >= _MIN_SHARE * whole][:_MAX_LINES]
 
 
 def top_source_lines(lines: Sequence[SourceLine], *phases: str) -> str | None:
@@ -324,8 +296,9 @@ def top_source_lines(lines: Sequence[SourceLine], *phases: str) -> str | None:
 
     ``"data.py:41 in decode (62%), data.py:57 in __getitem__ (20%)"``; ``None`` if there are too few samples.
     """
-    named = worth_reporting(seen_in(lines, *phases))
-    return ", ".join(f"{line} ({100 * line.share:.0f}%)" for line in named) or None
+    named = top_lines(lines, *phases)
+    places = [f"{in_words(line.file, line.line, line.function)} ({100 * share:.0f}%)" for line, share in named]
+    return ", ".join(places) or None
 
 
 def holding(lines: Sequence[MemoryLine]) -> str | None:
@@ -340,7 +313,7 @@ def holding(lines: Sequence[MemoryLine]) -> str | None:
 
 def top_line_sentence(lines: Sequence[SourceLine], *phases: str, whose: str = "this time") -> str:
     """Return a sentence about the line that takes most of these phases; empty if it is not in the program."""
-    for line in worth_reporting(seen_in(lines, *phases))[:1]:
+    for line, share in top_lines(lines, *phases)[:1]:
         if is_of_program(line.file):
-            return f"{100 * line.share:.0f}% of {whose} is at {line}."
+            return f"{100 * share:.0f}% of {whose} is at {in_words(line.file, line.line, line.function)}."
     return ""

@@ -7,12 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_gpu_tools.gpus.metrics import GpuSample
-from lightning_gpu_tools.memory.readings import (
-    MemoryHoldings,
-    MemoryLine,
-    MemoryReading,
-    RankMemory,
-)
+from lightning_gpu_tools.memory.readings import MemoryHoldings, MemoryLine, MemoryReading, RankMemory
 
 OTHER_PROCESSES = "other_processes"
 # The parts by name, with their labels in the report, in the order in which they are counted.

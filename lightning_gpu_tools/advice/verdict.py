@@ -87,9 +87,7 @@ def judge(
     elif percent < min_utilization_percent or few_active_sms(run) is not None or "busy" in kinds.values():
         verdict = "low"
         explained = sum(
-            finding.share
-            for finding in found
-            if TIME_CAUSES[finding.cause].is_in_step and base_phase(str(finding.evidence["phase"])) == TRAINING_STEP
+            finding.share for finding in found if base_phase(str(finding.evidence.get("phase"))) == TRAINING_STEP
         )
         rest = max(0.0, (idle_in_step_share(run) or 0.0) - explained)
         if not found or rest >= _MIN_UNNAMED_IDLE:
@@ -187,7 +185,7 @@ def explain_error(run: RunMeasurements, oom: OutOfMemory) -> tuple[list[Finding]
     for name, cause in MEMORY_CAUSES.items():
         if (cause.is_on_host or oom.source != "host") and not (cause.is_last_resort and findings):
             findings += [replace(finding, cause=name) for finding in cause.find((run, oom))]
-    reading = oom.reading
+    reading, asked_at = oom.reading, None if oom.asked is None else in_words(*oom.asked[3:])
     evidence: Evidence = {
         "phase": oom.phase,
         "step": oom.step,
@@ -200,13 +198,13 @@ def explain_error(run: RunMeasurements, oom: OutOfMemory) -> tuple[list[Finding]
         "others_bytes": others_bytes(oom) or None,
         "needed_bytes": None if oom.source == "host" else needed_bytes(oom),
         "begin_bytes": begin_bytes(oom),
-        "asked_at": None if oom.asked is None else in_words(*oom.asked[3:]),
+        "asked_at": asked_at,
         "source_lines": holding(oom.lines),
     }
     findings = [replace(finding, evidence={**known(evidence), **finding.evidence}) for finding in findings]
     parts = []
     if oom.requested_bytes:
-        at = "" if oom.asked is None else f" at {in_words(*oom.asked[3:])}"
+        at = f" at {asked_at}" if asked_at else ""
         parts.append(f"{oom.name} asked for {format_bytes(oom.requested_bytes)}{at}")
     # If the driver keeps the free memory (cudaMallocAsync), a limit on torch counts only tensors.
     if oom.allowed_bytes is not None and reading is not None:

@@ -89,8 +89,6 @@ def _lines(group: Group, name: str) -> Iterator[str]:
     yield "\n\n".join(wrapped(" ".join(part.split()), others="") for part in _docstring(group, name).split("\n\n"))
     yield ""
     yield wrapped(f"{group.title.capitalize()} ({group.place} in gpu_report.json); found on: {cause.verified_on}")
-    if cause.needs:
-        yield wrapped(f"Requires: {', '.join(cause.needs)}")
     yield "\nWhat you see, and what to change:"
     for variant in cause.variants:
         yield wrapped(f"{variant.kind}: {variant.says}" if variant.kind else variant.says, "  ", "  ")

@@ -30,11 +30,7 @@ from lightning_gpu_tools.advice.examples import (
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.lost_time import idle_in_step, idle_in_step_share
 from lightning_gpu_tools.training.dataset import Storage
-from lightning_gpu_tools.training.run_measurements import (
-    LoadingFacts,
-    RunMeasurements,
-    SourceLine,
-)
+from lightning_gpu_tools.training.run_measurements import LoadingFacts, RunMeasurements, SourceLine
 
 
 def validated(ms: float, **options: Any) -> RunMeasurements:

@@ -15,12 +15,7 @@ from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import a_block, cpu_run, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import MIN_CEILING
 from lightning_gpu_tools.advice.lost_time import idle_share, lost_share, without_warm_up
-from lightning_gpu_tools.training.run_measurements import (
-    LoaderSettings,
-    PhaseSpan,
-    RunMeasurements,
-    StepBlock,
-)
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, PhaseSpan, RunMeasurements, StepBlock
 
 
 def waiting(wait_ms: float, rest_ms: float = 10.0) -> dict[str, float]:

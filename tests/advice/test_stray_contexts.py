@@ -32,11 +32,11 @@ ADVICE = (
 HELD = {
     "one": (
         [held(3, 0)],
-        f"Rank 3 holds 530 MiB on GPU 0, which is not its GPU. {ADVICE} That frees 530 MiB on GPU 0.",
+        f"Rank 3 holds 530 MiB on GPU 0, which is not its GPU. {ADVICE}",
     ),
     "all of a node": (
         [held(rank, 0) for rank in range(1, 8)],
-        f"Ranks 1 to 7 hold 3.62 GiB on GPU 0, which is not their GPU. {ADVICE} That frees 3.62 GiB on GPU 0.",
+        f"Ranks 1 to 7 hold 3.62 GiB on GPU 0, which is not their GPU. {ADVICE}",
     ),
 }
 

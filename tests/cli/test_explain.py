@@ -38,7 +38,6 @@ def test_constants_are_printed_as_the_file_has_them(explain: Explain) -> None:
     )
     assert "def find" not in shown
     assert shown.index("More: https://") < shown.index("Constants in its file:")
-    assert "Requires: gpu.sm_active_percent\n" in explain("small_batch")
 
 
 def test_a_kind_leads_to_its_cause(explain: Explain) -> None:

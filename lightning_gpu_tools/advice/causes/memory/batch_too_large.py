@@ -60,11 +60,9 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
         why += f" Most of it is allocated at {lines}."
     # Judge the largest batch by a replay of recorded steps, or else by the failed one, which is an upper bound.
     why_unknown, by_record, fits = "", None, None
-    if room is None:
-        why_unknown = "The error does not include the size of the memory."
-    elif oom.batch_shape and _samples(run, oom) is None:
+    if oom.batch_shape and _samples(run, oom) is None:
         why_unknown = "The first dimension of the first tensor of a batch is not its samples."
-    else:
+    elif room is not None:
         if oom.memory is not None and oom.memory.recorded and not in_validation(oom):
             # The advice is more batches with the same effective size, so gradients stay.
             by_record = largest_batch(oom.memory.recorded, room, run.batch_bytes or 0, keeps_gradients=True)
@@ -75,8 +73,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
             # The first step of the optimizer will take memory as well.
             fixed = begin if in_validation(oom) else max(begin, oom.model.model_bytes)
             fits = bound_by_failure(oom.batch_shape[0], taken, fixed, room)
-        if fits is None:
-            why_unknown = "No step was recorded in which the batch determined the memory."
     yield new_finding(
         why,
         [
@@ -89,7 +85,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
             "batch_size": size,
             "batch_bytes": taken,
             "largest_batch_size": fits,
-            "why_no_largest_batch_size": why_unknown or None,
         },
     )
 

@@ -45,10 +45,7 @@ _KEPT = {
         "torch, pyarrow), not in lists or dicts. Caches in the dataset also grow in each worker."
     ),
 }
-
-
 _KEPT_BY_DATASET = "Limit the size of {}, or keep nothing in it."
-_IN_EACH_WORKER = " Each worker has one of its own."
 _MIN_EXPLAINED = 0.5  # our default: an attribute of the dataset is named if it explains so much of the growth
 _OF_PREDICTIONS = (
     "Trainer.predict keeps all outputs: pass return_predictions=False, and write them in a BasePredictionWriter."
@@ -60,10 +57,8 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     if oom.source == "host":
         of_host = [growth for growth in run.growth if growth.whose != "gpu"]
         if of_host:
-            grown = _growing(of_host[0], (), run)
-            evidence = {**grown.evidence, "phase": oom.phase}
-            advice = [grown.advice, fewer_workers(run)]
-            yield new_finding(why_host_is_full(run, oom), advice, evidence)
+            grown = _growing(of_host[0], run)
+            yield new_finding(why_host_is_full(run, oom), [grown.advice, fewer_workers(run)], grown.evidence)
         return
     if not oom.grad_enabled:
         yield from kept_in_validation(
@@ -84,10 +79,8 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
 
 def find_early(run: RunMeasurements) -> Iterator[Finding]:
     """Yield a finding on each memory that grows, before it is full."""
-    # Lines whose blocks on the GPU were still in use some steps later.
-    kept_lines = () if run.memory is None else run.memory.kept_lines
     for growth in run.growth:
-        yield _growing(growth, kept_lines, run)
+        yield _growing(growth, run)
 
 
 def kept_in_validation(oom: OutOfMemory, reason: str, advice: str) -> Iterator[Finding]:
@@ -120,18 +113,14 @@ def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[fl
     total = points[-1][1] - min(size for _, size in points)
     if sorted(set(sizes)) != sizes or total < max(MIN_SHARE * room, oom.requested_bytes):
         return None
-    since = max(step for step, size in points if size <= points[-1][1] - 0.95 * total)
-    slopes = [
-        (later - size) / (after - step)
-        for i, (step, size) in enumerate(points)
-        for after, later in points[i + 1 :]
-        if since <= step < after
-    ]
-    return (median(slopes), since, total) if slopes else None
+    last, last_size = points[-1]
+    since, size = max(point for point in points if point[1] <= last_size - 0.95 * total)
+    return (last_size - size) / (last - since), since, total
 
 
-def _growing(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine], run: RunMeasurements) -> Finding:
-    lines = kept_lines if growth.whose == "gpu" else ()
+def _growing(growth: MemoryGrowth, run: RunMeasurements) -> Finding:
+    # Lines whose blocks on the GPU were still in use some steps later.
+    lines = run.memory.kept_lines if run.memory is not None and growth.whose == "gpu" else ()
     evidence = {
         "whose": growth.whose,
         "bytes_per_minute": growth.bytes_per_s * 60,
@@ -158,8 +147,8 @@ def _growing(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine], run: RunMea
             f" {name} grew from {format_bytes(grown.before_bytes)} to {format_bytes(grown.now_bytes)} "
             f"({grown.entries:,} entries){where}."
         )
-        advice = _KEPT_BY_DATASET.format(name) + _IN_EACH_WORKER * (grown.worker is not None)
-        evidence |= {"attribute": name, "attribute_bytes": grown.now_bytes, "attribute_entries": grown.entries}
+        advice = _KEPT_BY_DATASET.format(name)
+        evidence |= {"attribute": name, "attribute_bytes": grown.now_bytes}
     return new_finding(why, [why, advice], evidence)
 
 

@@ -53,9 +53,7 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
     size, free = _size(here), oom.free_bytes or 0
     needed = needed_bytes(oom) - _size(context for context in here if context.pid not in listed)
     if size and oom.requested_bytes <= free + size and needed <= oom.total_bytes:
-        without = "them" if len(here) > 1 else "it"
-        found = _finding(here)
-        yield replace(found, why=f"{found.why} Without {without}, {format_bytes(free + size)} would be free.")
+        yield _finding(here)
 
 
 def _size(those: Iterable[HeldContext]) -> int:
@@ -68,13 +66,11 @@ def _finding(those: Sequence[HeldContext], *, who: str = "", own: str = "local_r
     ranks = number_ranges(context.rank for context in those)
     who = who or f"Rank{'s' * many} {ranks}"
     what = format_bytes(size) if size else "CUDA contexts" if many else "a CUDA context"
-    whose, frees = "their" if many else "its", f"That frees {format_bytes(size)} on GPU {gpu}." if size else ""
     return new_finding(
-        f"{who} hold{'s' * (not many)} {what} on GPU {gpu}, which is not {whose} GPU.",
+        f"{who} hold{'s' * (not many)} {what} on GPU {gpu}, which is not {'their' if many else 'its'} GPU.",
         [
             f"Call torch.cuda.set_device({own}) before anything else uses CUDA. Avoid 'cuda:0' and torch.load without "
-            "map_location, which use another GPU.",
-            frees,
+            "map_location, which use another GPU."
         ],
         {"gpu": gpu, "node": those[0].node, "ranks": ranks, "held_bytes": size or None},
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Cause, Finding
-from lightning_gpu_tools.advice.lost_time import HostPhase, lost_in, phases_of
+from lightning_gpu_tools.advice.lost_time import lost_in, name_of, phases_of, times_rarer
 from lightning_gpu_tools.training.phases import CALLBACK
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
@@ -18,20 +18,20 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 _IN_EVERY_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
 
 
-def _advice(phase: HostPhase, has_trainer: bool) -> str:
-    name, times = phase.name, phase.times
-    if not has_trainer:
+def _advice(run: RunMeasurements, phase: str) -> str:
+    (name, method), times = name_of(phase), times_rarer(run, phase)
+    if not run.has_trainer:
         return f"Run {name} {times} times less often, or make it faster."
-    if phase.method == "step":  # of a scheduler
+    if method == "step":  # of a scheduler
         return (
             f'Step it less often ("interval": "epoch", or "frequency": {times}, in the scheduler\'s configuration), or '
             "make it faster."
         )
-    if phase.method in _IN_EVERY_STEP:
+    if method in _IN_EVERY_STEP:
         return f"Make {name} faster: it runs in every step."
-    if "epoch" in phase.method:
+    if "epoch" in method:
         return f"Make {name} faster: Lightning calls it in every epoch. Do less in it, or make epochs longer."
-    if phase.method:
+    if method:
         return (
             f"Make {name} faster: Lightning calls it in every step. Or return early from it, except in every "
             f"{times}th step."
@@ -41,10 +41,11 @@ def _advice(phase: HostPhase, has_trainer: bool) -> str:
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
     for phase in phases_of(run, CALLBACK):
-        what = phase.name if phase.method else f"The callback {phase.name}"
+        name, method = name_of(phase)
+        what = name if method else f"The callback {name}"
         if not run.has_trainer:
-            what = f'The phase "{phase.name}"'
-        yield lost_in(run, phase, begins=f"{what} takes", advice=_advice(phase, run.has_trainer))
+            what = f'The phase "{name}"'
+        yield lost_in(run, phase, begins=f"{what} takes", advice=_advice(run, phase))
 
 
 CAUSE = Cause(

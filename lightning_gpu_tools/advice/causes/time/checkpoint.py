@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Cause, Finding, evidence_of_storage, storage_sentence
-from lightning_gpu_tools.advice.lost_time import lost_in, phases_of
+from lightning_gpu_tools.advice.lost_time import lost_in, phases_of, times_rarer
 from lightning_gpu_tools.training.phases import CHECKPOINT
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
@@ -21,13 +21,13 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if storage is not None and storage.is_network:
         where += " Saving to a local disk and copying them later may be faster."
     for phase in phases_of(run, CHECKPOINT):
-        interval = ""
+        times, interval = times_rarer(run, phase), ""
         if run.checkpoints:
             steps = max(1, round(run.steps / run.checkpoints))
-            interval = f": ModelCheckpoint(every_n_train_steps={phase.times * steps})"
+            interval = f": ModelCheckpoint(every_n_train_steps={times * steps})"
             if run.epoch_steps and steps >= run.epoch_steps:
-                interval = f": ModelCheckpoint(every_n_epochs={phase.times * round(steps / run.epoch_steps)})"
-        advice = f"Save {phase.times} times less often{interval}. Or save in the background{plugin}.{where}"
+                interval = f": ModelCheckpoint(every_n_epochs={times * round(steps / run.epoch_steps)})"
+        advice = f"Save {times} times less often{interval}. Or save in the background{plugin}.{where}"
         yield lost_in(
             run, phase, begins="Writing checkpoints takes", advice=advice, evidence=evidence_of_storage(storage)
         )

@@ -26,8 +26,8 @@ _FULL = 1.1  # runnable threads per core: more than measuring adds
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
     cores = run.cores
-    assert cores is not None
-    assert cores.wait_share is not None
+    if cores is None or cores.wait_share is None:
+        return
     share = min(cores.wait_share, idle_share(run), 1.0)
     if share < _MIN_WAITING:
         return
@@ -136,9 +136,7 @@ CAUSE = Cause(
         ),
     ],
     find=find,
-    needs=("cores.wait_share",),
     kind="busy",
-    is_in_step=True,
     settings=("num_workers",),
     verified_on="cpu",
     sick=contended(),

@@ -26,7 +26,6 @@ from lightning_gpu_tools.advice.findings import (
     evidence_of_storage,
     is_of_program,
     known,
-    may_be_remote,
     median_interval,
     seen_in,
     storage_sentence,
@@ -259,15 +258,16 @@ def _shortage(
             "changes the order of batches."
         )
     in_memory = run.storage is not None and run.storage.is_memory
+    may_be_remote = run.storage is None or run.storage.is_network  # a copy on a local disk may be faster
     if not in_memory and (early_bytes := _read_when_cold(run, seen)):
-        copy = " For the first one, copy the data to a local disk." if may_be_remote(run.storage) else ""
+        copy = " For the first one, copy the data to a local disk." if may_be_remote else ""
         return "cold_cache", (
             f"Early batches read {format_bytes(early_bytes)} each from storage, later ones from the page cache."
             f"{storage_sentence(run.storage)} Later epochs need no change.{copy}"
         )
     if not in_memory and computing < _COMPUTING and (seen.storage_wait_share or 0.0) > _STORAGE_WAIT:
         changes = "pack small files into large ones, or keep decoded samples in memory"
-        changes = f"Copy the data to a local disk, {changes}" if may_be_remote(run.storage) else changes.capitalize()
+        changes = f"Copy the data to a local disk, {changes}" if may_be_remote else changes.capitalize()
         advice = (
             f"The workers were waiting for storage in {100 * (seen.storage_wait_share or 0.0):.0f}% of the polls."
             f"{storage_sentence(run.storage)} {changes}."
@@ -325,13 +325,9 @@ def _fetched_at_once(run: RunMeasurements, loader: LoaderSettings, cpu_s: float,
     if facts is None or facts.is_iterable or size < _MIN_BATCH or cpu_s > _MAX_SAMPLE_S * size:
         return None
     lines = seen_in(run.lines, IN_WORKER if loader.num_workers else DATA_LOADING)
-    own = sum(
-        line_share.share
-        for line_share in lines
-        if is_of_program(line_share.file) and line_share.function != "__getitem__"
-    )
-    is_known = computes and sum(line_share.samples for line_share in lines) >= MIN_SAMPLES
-    if not facts.is_table and not (is_known and own <= _MAX_OWN):
+    whole = sum(line.samples for line in lines)
+    own = sum(line.samples for line in lines if is_of_program(line.file) and line.function != "__getitem__")
+    if not facts.is_table and not (computes and whole >= MIN_SAMPLES and own <= _MAX_OWN * whole):
         return None
     begin = f"Fetching takes {format_duration(cpu_s / size)} for each of the {size} samples of a batch"
     end = "More workers would help less."

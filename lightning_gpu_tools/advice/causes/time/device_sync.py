@@ -47,8 +47,6 @@ CAUSE = Cause(
     says="Waiting for GPU results inside the training step, with the source line",
     change="remove `.item()`, `print(tensor)`, `.cpu()`, `torch.cuda.synchronize()` there",
     find=find,
-    needs=("watched",),
-    is_in_step=True,
     verified_on="hardware",
     sick=gpu_run(STEP, 50.0, **watched(line=42)),
     healthy=gpu_run(STEP, 97.0, **watched(line=42)),

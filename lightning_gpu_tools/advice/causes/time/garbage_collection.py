@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Cause, Finding
-from lightning_gpu_tools.advice.lost_time import lost_in, phases_of
+from lightning_gpu_tools.advice.lost_time import lost_in, phases_of, times_rarer
 from lightning_gpu_tools.training.phases import GARBAGE_COLLECTION
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
@@ -19,7 +19,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         advice = (
             f"Call gc.collect() and gc.freeze() once before {run.activity}, so that later collections skip existing "
             "objects. "
-            f"If the program calls gc.collect() itself, call it {phase.times} times less often."
+            f"If the program calls gc.collect() itself, call it {times_rarer(run, phase)} times less often."
         )
         yield lost_in(run, phase, begins="Garbage collection takes", advice=advice)
 

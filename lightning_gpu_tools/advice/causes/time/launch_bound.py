@@ -64,7 +64,6 @@ CAUSE = Cause(
     says="Launching many small kernels takes ...",
     change="`torch.compile`, a fused optimizer, a larger batch; train a very small model on the CPU",
     find=find,
-    is_in_step=True,
     ignores_min_cost=True,  # a larger batch makes launches rarer
     settings=("batch_size",),
     verified_on="hardware",

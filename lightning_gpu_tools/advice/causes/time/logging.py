@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Cause, Finding
-from lightning_gpu_tools.advice.lost_time import HostPhase, lost_in, phases_of
+from lightning_gpu_tools.advice.lost_time import lost_in, name_of, phases_of, times_rarer
 from lightning_gpu_tools.training.phases import LOGGING
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
@@ -19,24 +19,26 @@ _USUAL_STEPS = 50  # Lightning's default of log_every_n_steps; that in the advic
 _MAX_STEPS = 1000  # our default, the most in the advice: less frequent metrics show too little
 
 
-def _advice(phase: HostPhase, run: RunMeasurements) -> str:
+def _advice(run: RunMeasurements, phase: str) -> str:
+    (name, method), times = name_of(phase), times_rarer(run, phase)
     if not run.has_trainer:
-        return f"Log {phase.times} times less often. Training waits while it logs."
-    if phase.method == "log":
+        return f"Log {times} times less often. Training waits while it logs."
+    if method == "log":
         return "Pass fewer metrics to self.log, without prog_bar=True, which syncs in every step."
     if run.stage != "fit":  # where Lightning logs metrics of steps in each of them
-        return f"Pass on_step=False to self.log: {phase.name} then writes once, at the end."
+        return f"Pass on_step=False to self.log: {name} then writes once, at the end."
     now = max(1, run.log_every_n_steps)
-    steps = min(_USUAL_STEPS * math.ceil(phase.times * now / _USUAL_STEPS), max(_MAX_STEPS, 2 * now))
-    return f"Log less often: Trainer(log_every_n_steps={steps}). Training waits while {phase.name} writes."
+    steps = min(_USUAL_STEPS * math.ceil(times * now / _USUAL_STEPS), max(_MAX_STEPS, 2 * now))
+    return f"Log less often: Trainer(log_every_n_steps={steps}). Training waits while {name} writes."
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
     for phase in phases_of(run, LOGGING):
-        what = phase.name if phase.method else f"The logger {phase.name}"
-        if phase.phase == LOGGING:
+        name, method = name_of(phase)
+        what = name if method else f"The logger {name}"
+        if phase == LOGGING:
             what = "Logging"
-        yield lost_in(run, phase, begins=f"{what} takes", advice=_advice(phase, run))
+        yield lost_in(run, phase, begins=f"{what} takes", advice=_advice(run, phase))
 
 
 CAUSE = Cause(

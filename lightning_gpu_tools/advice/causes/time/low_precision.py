@@ -53,7 +53,6 @@ CAUSE = Cause(
     says="Computing in 32-bit leaves the tensor cores idle and costs ...",
     change='`precision="bf16-mixed"` (`"16-mixed"` before Ampere, where numbers above 65504 overflow)',
     find=find,
-    needs=("gpu.tensor_active_percent",),
     kind="remark",
     settings=("precision",),
     verified_on="measurements",

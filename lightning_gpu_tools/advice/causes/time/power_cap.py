@@ -7,8 +7,9 @@ reported, because nothing can be changed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from lightning_gpu_tools.advice.examples import STEP, capped, gpu_run
+from lightning_gpu_tools.advice.examples import STEP, gpu_run
 from lightning_gpu_tools.advice.findings import Cause, Finding
 from lightning_gpu_tools.advice.lost_time import BUSY_PERCENT, lost_time
 from lightning_gpu_tools.gpus.metrics import GpuWindow
@@ -44,13 +45,16 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     yield lost_time(run, share, begins="Throttling at the power limit costs", advice=advice, evidence=evidence)
 
 
+_CAPPED = GpuWindow(
+    power_capped_percent=90.0, held_clock_percent=70.0, power_limit_watts=500.0, power_limit_watts_max=700.0
+)
+
 CAUSE = Cause(
     says="Throttling at the power limit costs ...",
     change="raise the power limit. Throttling slows a busy GPU down but never leaves it idle",
     find=find,
-    needs=("gpu.power_capped_percent", "gpu.held_clock_percent", "gpu.power_limit_watts", "gpu.power_limit_watts_max"),
     kind="remark",
     verified_on="measurements",
-    sick=gpu_run(STEP, 99.0, **capped(90.0, 70.0)),
-    healthy=gpu_run(STEP, 99.0, **capped(90.0, 70.0, 700.0)),
+    sick=gpu_run(STEP, 99.0, gpu=_CAPPED),
+    healthy=gpu_run(STEP, 99.0, gpu=replace(_CAPPED, power_limit_watts=700.0)),
 )

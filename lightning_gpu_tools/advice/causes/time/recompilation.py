@@ -17,7 +17,6 @@ from lightning_gpu_tools.units import plural, printable
 
 # Our defaults. Compiling a function again to make a size dynamic is normal, and happens for a few sizes.
 _MIN_COUNT = 3
-_MAX_LINES = 3  # in the report
 _MAX_REASON = 200  # characters of torch's reason in the report
 _SIZE = re.compile(r"tensor '(?P<tensor>.+?)' (?:size|stride) mismatch at index (?P<dimension>\d+)")
 
@@ -29,20 +28,15 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         return
     share = min(idle_share(run), seconds / run.wall_s)
     reason = printable(again[0].reason.partition("\n")[0].partition("  #")[0].strip(), _MAX_REASON)
-    lines = [
-        f"{in_words(function.file, function.line, function.function)} "
-        f"({100 * function.seconds / max(seconds, 1e-9):.0f}%)"
-        for function in again[:_MAX_LINES]
-        if is_of_program(function.file)
-    ]
+    worst, name = again[0], printable(again[0].function)
+    is_own, percent = is_of_program(worst.file), 100 * worst.seconds / max(seconds, 1e-9)
+    where = f"{name} ({printable(worst.file)}:{worst.line})" if is_own else name
     evidence = {
         "recompilations": count,
         "recompile_s": seconds,
         "reason": reason or None,
-        "source_lines": ", ".join(lines) or None,
+        "source_lines": f"{in_words(worst.file, worst.line, worst.function)} ({percent:.0f}%)" if is_own else None,
     }
-    worst, name = again[0], printable(again[0].function)
-    where = f"{name} ({printable(worst.file)}:{worst.line})" if is_of_program(worst.file) else name
     advice = f"torch recompiled {where} {plural(worst.count, 'time')}"
     advice += f"; the last reason was: {reason}." if reason else "."
     if size := _SIZE.search(worst.reason):
@@ -74,8 +68,6 @@ CAUSE = Cause(
     says="Compiling the same code again takes ...: the function, its line, and why",
     change="pad to a few lengths, `mark_dynamic`",
     find=find,
-    needs=("recompiled",),
-    is_in_step=True,
     verified_on="cpu",
     sick=_compiled_again(7, 2.0),
     healthy=_compiled_again(1, 0.3),

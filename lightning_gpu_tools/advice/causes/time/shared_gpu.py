@@ -48,7 +48,6 @@ CAUSE = Cause(
     says="Other jobs keep the GPU ... busy",
     change="use a free one: `lightning-gpu-tools pick --exclusive`",
     find=find,
-    needs=("gpu",),
     kind="others",
     verified_on="hardware",
     sick=gpu_run(WAITS, 30.0, gpu=GpuWindow(others_utilization_percent=40.0, others_memory_bytes=3 * GIB)),

@@ -59,9 +59,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     latest = ", ".join(map(str, slow.steps[-5:]))
     evidence: Evidence = {
         "slow_steps": slow.count,
-        "of_steps": times.count,
-        "times_median": times_median,
-        "latest_steps": latest,
         "every_steps": every,
         "batch_items_times": longer if longer >= _LONGER else None,
     }
@@ -118,8 +115,8 @@ CAUSE = Cause(
     says="... of ... steps took ... times the median: in which line of the tree, and how often",
     change="what the advice says: group samples of similar length, or find what runs at that period",
     find=find,
+    silenced_by=("straggler",),
     leaves_explained=True,
-    is_in_step=True,
     verified_on="cpu",
     sick=_with_slow_steps(15.0),
     healthy=_with_slow_steps(3.0),

@@ -62,13 +62,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     percent = 100 * added_s[phase] / (whole_s or 1.0)
     evidence: Evidence = {
         "kind": kind,
-        "phase_percent": percent,
         "times": times,
-        "times_lower": lower,
-        "times_upper": upper,
-        "first_step_ms": 1e3 * first_s,
-        "last_step_ms": 1e3 * last_s,
-        "what_grew": what or None,
     }
     where = f'{percent:.0f}% of it in "{label_of(phase, run.activity)}"{what and f", {what}"}'
     yield lost_time(
@@ -132,7 +126,6 @@ CAUSE = Cause(
     find=find,
     kind="busy",
     takes_over=True,
-    is_in_step=True,
     verified_on="cpu",
     sick=_with_callback(range(1, 31)),
     healthy=_with_callback([16.0] * 30),

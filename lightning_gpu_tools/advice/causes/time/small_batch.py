@@ -41,7 +41,6 @@ CAUSE = Cause(
     says="A batch too small to fill the GPU costs ...",
     change="the `batch_size` in the advice, which fits according to measured memory",
     find=find,
-    needs=("gpu.sm_active_percent",),
     silenced_by=("communication",),
     settings=("batch_size",),
     verified_on="hardware",

@@ -44,7 +44,6 @@ CAUSE = Cause(
     says="Thermal throttling costs ...",
     change="cool it better. Throttling slows a busy GPU down but never leaves it idle",
     find=find,
-    needs=("gpu.thermal_throttled_percent",),
     kind="remark",
     verified_on="measurements",
     sick=gpu_run(STEP, 100.0, gpu=GpuWindow(thermal_throttled_percent=60.0, held_clock_percent=70.0)),
