@@ -69,11 +69,9 @@ class RenamePlan:
         added: Counter[str] = Counter()
         for old, new in self.renames.items():
             if old != new:
-                before, after = old.split(".")[:-1], new.split(".")[:-1]
-                for segment in {*before, *after}:
-                    change = after.count(segment) - before.count(segment)
-                    if change:
-                        (added if change > 0 else removed)[segment] += 1
+                before, after = Counter(old.split(".")), Counter(new.split("."))
+                removed.update((before - after).keys())
+                added.update((after - before).keys())
         return ", ".join(
             f'{verb} "{printable(segment)}." {where} {plural(count, "key")}'
             for verb, where, counts in (("removed", "from", removed), ("added", "to", added))
@@ -133,9 +131,10 @@ class RenamePlan:
             for keys in (unexpected, self.missing)
         )
         if saved:
-            do = "Create the model with" if own else "Before loading, call"
-            function = "torch.nn.utils.parametrizations.weight_norm"
-            yield f"It was saved with weight_norm on {list_groups(saved)}. {do} {function} on these layers."
+            yield (
+                f"It was saved with weight_norm on {list_groups(saved)}. Create the model with "
+                "torch.nn.utils.parametrizations.weight_norm on these layers."
+            )
         elif own:
             yield f"The model has weight_norm on {list_groups(own)}. Load the weights before weight_norm is called."
 
@@ -296,24 +295,29 @@ class _Search:
             return plan
         return self._only([reading for reading in nearest if bool(reading.roots[0]) == bool(plan.dropped_root)])
 
-    def _levels(self, unchanged: _Reading) -> Iterable[list[_Reading]]:
-        checkpoint, model = self.checkpoint_tree.root, self.model_tree.root
-        if self.root:
-            for dropped, added in ((self.given, ""), ("", self.given)):
-                part, place = self.checkpoint_tree.find(dropped), self.model_tree.find(added)
-                if part is not None and place is not None:
-                    yield [self._reading((dropped, part), (added, place))]
-                    yield [*self._inside(dropped, part, (added, place), is_average(dropped))]
-                    return
+    def _levels(self, unchanged: _Reading) -> Iterator[list[_Reading]]:
+        """Yield readings without a change of roots, then those with roots one level deep, then two levels deep."""
+        for dropped, added in ((self.given, ""), ("", self.given)):
+            part, place = self.checkpoint_tree.find(dropped), self.model_tree.find(added)
+            if part is None or place is None:
+                continue
+            # Keys that fit are never renamed.
+            has_all = len(unchanged.pairs) + len(unchanged.clashes) == len(self.model.shapes)
+            if not self.root and (has_all or self._covers(unchanged)):
+                yield [replace(unchanged, scope=part)]
+            else:
+                yield [self._reading((dropped, part), (added, place))]
+            if self.root == "":
+                return
+            parts = _below([(dropped, inside_wrappers(part))])
+            deeper = _below([(name, inside_wrappers(node)) for name, node in parts])
+            averages = [(name, node) for name, node in deeper if _is_average_of_average(name.removeprefix(dropped))]
+            yield [self._reading(inner, (added, place)) for inner in (*parts, *averages)]
+            places = [] if self.root else _below([(added, place)])
+            yield [self._reading((dropped, part), inner) for inner in places]
+            yield [self._reading(inner, (added, place)) for inner in deeper]
+            yield [self._reading((dropped, part), inner) for inner in _below(places)]
             return
-        # Keys that fit are never renamed.
-        has_all = len(unchanged.pairs) + len(unchanged.clashes) == len(self.model.shapes)
-        keeps_names = has_all or self._covers(unchanged)
-        reading = unchanged if keeps_names else self._largest_overlap(checkpoint, model)
-        yield [replace(reading, scope=checkpoint)]
-        if self.root is None:
-            yield [*self._inside("", checkpoint, ("", model), self.average)]
-            yield [self._reading(("", checkpoint), place) for place in child_modules(model)]
 
     # The recursion is limited by the number of levels in keys; see structure.check_contents.
     def _largest_overlap(self, checkpoint: Node, model: Node) -> _Reading:
@@ -345,20 +349,6 @@ class _Search:
                 overlap.pairs += below.pairs
                 overlap.clashes += below.clashes
         return overlap
-
-    def _inside(
-        self, path: str, node: Node, place: tuple[str, Node], average: bool, levels: int = 2
-    ) -> Iterator[_Reading]:
-        """Yield a reading of each attribute, and of what fits inside averages that do not fit themselves."""
-        for name, child in child_modules(inside_wrappers(node)):
-            reading = self._reading((path + name, child), place)
-            yield reading
-            if levels and (average or is_average(name)) and not self._covers(reading):
-                yield from self._inside_average(path + name, child, place, levels - 1)
-
-    def _inside_average(self, path: str, node: Node, place: tuple[str, Node], levels: int) -> list[_Reading]:
-        fits = [one for one in self._inside(path, node, place, True, levels) if self._covers(one)]
-        return preferred(fits, lambda one: one.roots[0].removeprefix(path), averages=True)
 
     def _reading(self, part: tuple[str, Node], place: tuple[str, Node]) -> _Reading:
         return replace(self._largest_overlap(part[1], place[1]), scope=part[1], roots=(part[0], place[0]))
@@ -488,22 +478,7 @@ class _Search:
                 f"The model's {' and '.join(sorted(map(printable, norms)))} keeps no running statistics; files of "
                 "torch 0.3 always hold them. To use them, create the model with track_running_stats=True."
             )
-        lines += [*self._suggestions(covered), *plan.hints()]
-        return CheckpointMismatchError("\n  ".join(lines), plan.missing, plan.unexpected)
-
-    def _suggestions(self, covered: int) -> Iterable[str]:
-        """Yield advice on roots, at most two levels deep, with which more keys fit than ``covered``."""
-        parts = self._large(inside_wrappers(self.checkpoint_tree.root))
-        readings = [self._reading(part, ("", self.model_tree.root)) for part in parts]
-        places = self._large(self.model_tree.root)
-        readings += [self._reading(("", self.checkpoint_tree.root), place) for place in places]
-        for reading in _most([reading for reading in readings if any(reading.roots)])[:2]:
-            plan = self._to_plan(reading)
-            count = len(plan.renames) + len(plan.tied)
-            if count <= covered:
-                return
-            rest = " and strict=False" if plan.missing or plan.unexpected or plan.clashes else ""
-            yield f"{count} fit with root={self._shown(reading.roots)}{rest}."
+        return CheckpointMismatchError("\n  ".join((*lines, *plan.hints())), plan.missing, plan.unexpected)
 
     def _shown(self, roots: tuple[str, str]) -> str:
         """Return a root as Python code, after the name of the entry."""
@@ -511,13 +486,15 @@ class _Search:
         inside = ".".join(filter(None, (self.entry, dropped)))
         return f'"{printable(inside or added, MAX_NAME)}"'
 
-    def _large(self, node: Node) -> Iterator[tuple[str, Node]]:
-        """Yield (name, node) for nodes at most two levels below that could hold half of the model."""
-        level = [("", node)]
-        for _ in range(3):
-            level = [(name, node) for name, node in level if 2 * sum(1 for _ in keys_below(node)) > len(self.required)]
-            yield from level
-            level = [(name + child, below) for name, node in level for child, below in child_modules(node)]
+
+def _below(nodes: Iterable[tuple[str, Node]]) -> list[tuple[str, Node]]:
+    """Return the child modules of these nodes, with their whole names."""
+    return [(path + name, child) for path, node in nodes for name, child in child_modules(node)]
+
+
+def _is_average_of_average(path: str) -> bool:
+    """Return whether each name in a path is one of averaged weights, such as ``ema.ema_model.`` by ema-pytorch."""
+    return all(map(is_average, path.rstrip(".").split(".")))
 
 
 def _most(readings: list[_Reading]) -> list[_Reading]:

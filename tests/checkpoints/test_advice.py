@@ -76,22 +76,6 @@ def test_too_few_keys_are_loaded_with_the_root_and_strict_false(run: Run) -> Non
     assert torch.equal(model[1].bias, WEIGHTS["1.bias"])
 
 
-@pytest.mark.follows(" fit with root=")
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize(("stored", "model"), [("a.b", ""), ("", "c.d")])
-def test_a_root_in_a_refusal_loads(stored: str, model: str, beside: bool, run: Run) -> None:
-    weights = {f"{stored}.{key}".lstrip("."): value for key, value in WEIGHTS.items()}
-    content = {"model": weights, "ema one": {"x": torch.ones(2)}} if beside and stored else weights
-    torch.save(content, "a b.pt")
-    target: nn.Module = net()
-    for name in reversed(model.split(".")) if model else ():
-        target = nn.ModuleDict({name: target})
-    message = refusal(target, "a b.pt")  # one level is searched
-    count, root = found(r"(\d+) fit with root=", message), found(r"fit with root=(.*?)\.(?:$|\s)", message)
-    assert len(load_weights(target, "a b.pt", root=ast.literal_eval(root)).loaded) == int(count) == 4
-    assert contents(target) == contents(SOURCE)
-
-
 @pytest.mark.follows("Check root.")
 def test_the_names_beside_check_root_are_roots(run: Run) -> None:
     torch.save({**below("student"), "teacher.w": torch.ones(2)}, "a.pt")

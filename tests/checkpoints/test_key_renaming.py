@@ -30,6 +30,8 @@ FITS: dict[str, tuple[str, ModelKeys, str]] = {
     "FSDP and checkpointing": ("a._fsdp_wrapped_module._checkpoint_wrapped_module.w", model("a.w"), "a.w"),
     "root dropped": ("model.a.w", model("a.w"), "a.w"),
     "root added": ("w", model("net.w"), "net.w"),
+    "two roots dropped": ("model.net.a.w", model("a.w"), "a.w"),
+    "two roots added": ("w", model("model.net.w"), "model.net.w"),
     "Fabric and DeepSpeed": ("_forward_module.a.w", model("a.w"), "a.w"),
     "a child called module": ("module.w", model("module.w"), "module.w"),
     "no shape yet": ("module.w", ModelKeys(shapes={"w": None}), "w"),
