@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from lightning_gpu_tools.errors import CheckpointNotFoundError, UnreachableError
-from lightning_gpu_tools.processes import ProcessId, is_running, process_id, running_kernel
+from lightning_gpu_tools.processes import process_id, process_stat, running_kernel
 from lightning_gpu_tools.units import printable, printable_path
 
 # Raised by file systems that cannot flush a directory, such as FUSE and CIFS.
@@ -29,35 +29,24 @@ _CHECK = "Check the URL and your access to it, or use a local file."
 _PACKAGES = {"smbclient": "smbprotocol", "libarchive": "libarchive-c"}  # of modules with other names
 
 
-_SCRATCH = re.compile(r"lightning-gpu-tools-([0-9a-f]{12})-(\d+)-(\d+)-(\d+)-")
-
-
 def scratch_prefix() -> str:
     """Return how the names of this process's temporary files and folders begin, for ``tempfile``.
 
     Those of killed processes of this user are removed first.
     """
+    own = process_id(os.getpid())
+    namespace = re.sub(r"\D", "", own["namespace"] or "")
+    prefix = f"lightning-gpu-tools-{own['kernel']}-{namespace}-"  # a PID of another container means nothing here
     with os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
-            named = _SCRATCH.match(entry.name)
-            if named is None:
-                continue
-            kernel, namespace, pid, started_ticks = named.groups()
-            process = ProcessId(
-                kernel=kernel, namespace=f"pid:[{namespace}]", pid=int(pid), started_ticks=int(started_ticks) or None
-            )
-            if is_running(process) is not False:
+            named = re.match(rf"{prefix}(\d+)-(\d+)-", entry.name)
+            process = process_stat(int(named[1])) if named else None
+            if named is None or (process is not None and process.started_ticks == int(named[2])):
                 continue
             with contextlib.suppress(OSError):  # another process just removed it
-                if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path, ignore_errors=True)
-                else:
-                    os.unlink(entry.path)
-    own = process_id(os.getpid())
-    namespace = re.sub(r"\D", "", own["namespace"] or "") or "0"
-    return f"lightning-gpu-tools-{own['kernel']}-{namespace}-{own['pid']}-{own['started_ticks'] or 0}-"
+                if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                    remove(entry.path)
+    return f"{prefix}{own['pid']}-{own['started_ticks'] or 0}-"
 
 
 @contextlib.contextmanager
