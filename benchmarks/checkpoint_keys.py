@@ -40,8 +40,7 @@ from sharded_checkpoints import write_deepspeed, write_index
 
 from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.key_renaming import plan_renaming
-from lightning_gpu_tools.checkpoints.model_keys import read_model
-from lightning_gpu_tools.checkpoints.state_dicts import shapes_of
+from lightning_gpu_tools.checkpoints.state_dicts import read_model, shapes_of
 
 Weights = dict[str, Any]
 

@@ -20,13 +20,14 @@ from torch import nn
 
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, is_average, quoted
 from lightning_gpu_tools.checkpoints.key_tree import is_copied_into, is_inside, shortened, without_private_segments
-from lightning_gpu_tools.checkpoints.model_keys import has_own_hooks, loads_itself
 from lightning_gpu_tools.checkpoints.state_dicts import (
     FROM_META,
     fault_of_parts,
+    has_own_hooks,
     is_dense,
     is_packed,
     is_sharded,
+    loads_itself,
     name_of,
     shape_of,
 )
@@ -102,14 +103,15 @@ def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...
             setattr(module, name, made[id(target)])
 
     made: dict[int, torch.Tensor] = {}
-    with _renewing_deepspeeds_copies(model), _before_each_copy(model, prepare):
+    with _before_each_copy(model, prepare):
         found = _load_state(model, renamed, fit.strict, "The model may be partly loaded. Create it again.")
+    _renew_deepspeeds_copies(model)
     if fit.strict:  # then the model's own code has handled keys without a match
         plan = dataclasses.replace(fit.plan, missing=(), unexpected=(), clashes={})
         return plan, tuple(key for key in fit.state if key not in plan.kept)
     if not hasattr(found, "missing_keys"):  # the model's own load_state_dict does not report them
         return fit.plan, (*fit.plan.renames.values(), *fit.plan.tied)
-    return _outcome_of(model, fit, found, left_out)
+    return _outcome_of(fit, found, left_out)
 
 
 def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
@@ -124,30 +126,26 @@ def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
             weights[key] = value.detach().clone() if type(value) is torch.Tensor else copy.deepcopy(value)
 
 
-def _outcome_of(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -> tuple[RenamePlan, tuple[str, ...]]:
+def _outcome_of(fit: Fit, found: Any, left_out: Sequence[str]) -> tuple[RenamePlan, tuple[str, ...]]:
+    """Return the plan with what torch has found, in which hooks of the model may have translated keys."""
     plan, offered = fit.plan, fit.offered()
-    # Torch's names include modules that the model's hooks leave out of its keys.
-    bare = without_private_segments
+    bare = without_private_segments  # torch's names include modules that the model's hooks leave out of its keys
     shown = {bare(key): key for key in fit.state}
-    places = {key: bare(name) for key, name in offered.items()}
-    misfits, homeless = {*map(bare, left_out)}, {*map(bare, found.unexpected_keys)}
-    clashes = {key: name for key, name in plan.clashes.items() if key not in places or places[key] in misfits}
-    missing = {*map(bare, found.missing_keys)} - {places.get(key) for key in clashes}
-    invented = homeless - {*places.values()}  # added by hooks
+    source = {bare(name): key for key, name in offered.items()}
+    misfits = {*map(bare, left_out)}
+    clashes = {key: name for key, name in plan.clashes.items() if key not in offered or bare(offered[key]) in misfits}
+    missing = [name for name in map(bare, found.missing_keys) if source.get(name) not in clashes]
+    without = {*missing, *misfits, *map(bare, plan.kept)}
     outcome = dataclasses.replace(
         plan,
-        missing=tuple(shown.get(name, name) for name in map(bare, found.missing_keys) if name in missing),
+        missing=tuple(shown.get(name, name) for name in missing),
         unexpected=(
-            *(key for key in plan.unexpected if key not in places or places[key] in homeless),
-            *(name for name in found.unexpected_keys if bare(name) in invented),
+            *(key for key in plan.unexpected if key not in offered),
+            *(source.get(bare(name), name) for name in found.unexpected_keys),
         ),
         clashes=clashes,
     )
-    without = {*missing, *misfits, *homeless, *map(bare, plan.kept)}
-    # The model's own state_dict may omit keys that torch loads anyway.
-    live = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} if offered else set()
-    names = dict.fromkeys((*fit.state, *(name for name in offered.values() if name in live)))
-    return outcome, tuple(name for name in names if bare(name) not in without)
+    return outcome, tuple(key for key in fit.state if bare(key) not in without)
 
 
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
@@ -276,35 +274,15 @@ def _before_each_copy(
         yield
 
 
-@contextlib.contextmanager
-def _renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
-    """Gather ZeRO-3's partitioned parameters while a state dict is loaded, then refresh DeepSpeed's copies.
-
-    DeepSpeed's optimizers keep a float32 copy of every weight, which the next step would restore. All processes must
-    call this function.
-    """
+def _renew_deepspeeds_copies(model: nn.Module) -> None:
+    """Refresh the float32 copies that DeepSpeed's optimizers keep, and which the next step would restore."""
     if "deepspeed" not in sys.modules:
-        yield
         return
     import deepspeed
 
-    gathered = contextlib.ExitStack()
-
-    def gather(module: nn.Module, *_: Any) -> None:
-        gathered.close()  # partition the previous module again
-        parameters = [*module.parameters(recurse=False)]
-        gathered.enter_context(deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
-
-    with contextlib.ExitStack() as hooks, gathered:
-        for module in model.modules():
-            if any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):
-                hooks.enter_context(module.register_load_state_dict_pre_hook(gather))  # type: ignore[no-untyped-call]
-        yield
     loaded = {*map(id, model.parameters())}
     # The model has no reference to its engine.
-    engines: list[Any] = [
-        candidate for candidate in gc.get_objects() if issubclass(type(candidate), deepspeed.DeepSpeedEngine)
-    ]
+    engines: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), deepspeed.DeepSpeedEngine)]
     for engine in engines:
         has_model = not loaded.isdisjoint(map(id, engine.parameters()))
         if has_model and hasattr(engine.optimizer, "refresh_fp32_params"):  # torch's optimizers keep no copies
@@ -368,7 +346,7 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
     """Return a message about a number that a cast would change beyond rounding; ``""`` if there is none."""
     numbers = value.detach()
     is_plain = type(numbers) is torch.Tensor and numbers.layout is torch.strided and not numbers.is_nested
-    if not is_plain or numbers.is_meta or numbers.is_quantized:
+    if not is_plain or numbers.is_meta or numbers.is_quantized or not numbers.numel():
         return ""
     if numbers.is_complex():
         numbers = torch.view_as_real(numbers.resolve_conj())
@@ -376,16 +354,18 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
             if numbers[..., 1].any():
                 return f"a complex number cannot become {name_of(dtype)}"
             numbers = numbers[..., 0]
-    limit = None
     if dtype.is_floating_point or dtype.is_complex:
         limit = torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 4)  # numbers up to here round down to max
-        if _are_within(numbers, limit):
+        limits_of = torch.finfo if numbers.is_floating_point() else torch.iinfo
+        if numbers.dtype is torch.bool or limits_of(numbers.dtype).max <= limit:
             return ""
-    if numbers.is_floating_point() and numbers.element_size() < 4:
-        numbers = numbers.float()  # here limits are exact, and float8 can be compared
-    if limit is not None:
-        changed = ((numbers > limit) | (numbers < -limit)) & ~numbers.isinf()
+        if numbers.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            numbers = numbers.double()  # torch has no aminmax for some of the others
+        numbers = torch.stack(_extremes(numbers)).double()
+        changed = numbers.abs() > limit
     else:
+        if numbers.is_floating_point() and numbers.element_size() < 4:
+            numbers = numbers.float()  # float8 can be compared only so
         cast = numbers.to(dtype)
         changed = (cast.to(numbers.dtype) != numbers) | ((cast < 0) != (numbers < 0))
     if not changed.any():
@@ -394,17 +374,12 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
     return f"{number.item():g} would become {number.to(dtype).item():g} as {name_of(dtype)}"
 
 
-def _are_within(numbers: torch.Tensor, limit: float) -> bool:
-    """Return whether no number can be beyond the limit, by their type or by the largest. Takes no memory."""
-    if numbers.dtype is torch.bool:
-        return True
-    kinds = torch.finfo if numbers.is_floating_point() else torch.iinfo
-    if kinds(numbers.dtype).max <= limit or not numbers.numel():
-        return True
-    if numbers.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        return False  # torch has no aminmax for some of the others
-    low, high = (number.item() for number in numbers.aminmax())
-    return -limit <= low and high <= limit  # false if one of them is infinite or not a number
+def _extremes(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the smallest and the largest finite number; zeros if there is none. Usually takes no memory."""
+    extremes = numbers.aminmax()
+    if all(number.isfinite() for number in extremes):
+        return extremes
+    return torch.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0).aminmax()
 
 
 def _kind(value: torch.Tensor) -> str:

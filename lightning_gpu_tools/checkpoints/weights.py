@@ -16,12 +16,12 @@ from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights, has_same_
 from lightning_gpu_tools.checkpoints.inert_pickle import describe_unread
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, is_average, plan_renaming, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import list_groups, shortened
-from lightning_gpu_tools.checkpoints.model_keys import read_model
 from lightning_gpu_tools.checkpoints.reading import read_weights
 from lightning_gpu_tools.checkpoints.sources import checkpoint_at
 from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
     others_of_this_model,
+    read_model,
     same_tensors,
     shape_of,
     shapes_of,

@@ -23,10 +23,17 @@ from lightning_gpu_tools.checkpoints.content import (
 from lightning_gpu_tools.checkpoints.copying import check_before_copying, own_what_modules_keep
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name, list_groups
-from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_model, wrapper_paths
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import checkpoint_at, opened_source
-from lightning_gpu_tools.checkpoints.state_dicts import errors_about, own_all_but_weights, rename_optimizers, weights_in
+from lightning_gpu_tools.checkpoints.state_dicts import (
+    errors_about,
+    module_versions,
+    own_all_but_weights,
+    read_model,
+    rename_optimizers,
+    weights_in,
+    wrapper_paths,
+)
 from lightning_gpu_tools.checkpoints.structure import compare_with_checksums
 from lightning_gpu_tools.checkpoints.weights import fit_weights
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
