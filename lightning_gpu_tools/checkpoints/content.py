@@ -163,22 +163,13 @@ def describe_content(content: Any) -> str:
     if hasattr(content, "shape") and hasattr(content, "dtype"):
         return f"a tensor ({shown_shape(content.shape or ())}, {printable(str(content.dtype).removeprefix('torch.'))})"
     if isinstance(content, (list, tuple)):
-        kind = "list" if isinstance(content, list) else "tuple"
-        if not content:
-            return f"an empty {kind}"
-        has_first = not isinstance(content[0], (list, tuple))
-        return f"a {kind} of {len(content)}" + (f", first {describe_content(content[0])}" if has_first else "")
-    if isinstance(content, Opaque):
-        is_optimizer = isinstance(content.state, Mapping) and {"state", "param_groups"} <= content.state.keys()
-        what = "a module" if _is_module(content) else "an optimizer" if is_optimizer else "an object"
-        return f"{what} of {printable(content.kind or 'an unknown class')}"
-    if isinstance(content, StandIn):
-        return f"the class or function {printable(content)}"
+        return f"a {'list' if isinstance(content, list) else 'tuple'} of {len(content)}"
     if isinstance(content, str):
         return f'the text "{printable(content)}"'
-    if content is None or isinstance(content, (bool, int, float)):
+    if isinstance(content, (bool, int, float, type(None), StandIn)):
         return f"the value {printable(content)}"
-    return f"an object of {printable(type(content).__name__)}"
+    kind = content.kind or "an unknown class" if isinstance(content, Opaque) else type(content).__name__
+    return f"an object of {printable(kind)}"
 
 
 def place_of(content: Any, fits: Callable[[Any], bool]) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -20,7 +19,7 @@ from lightning_gpu_tools.checkpoints.structure import (
     are_sizes,
     is_shape,
 )
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.units import printable_path
 
 _VIEWS = frozenset(f"torch._utils._rebuild_{name}" for name in ("tensor", "tensor_v2", "tensor_v3", "qtensor"))
 _PARAMETERS = frozenset(
@@ -51,20 +50,6 @@ _PLAIN = re.compile(
     r"|_codecs\.encode"
     r"|builtins\.(bytearray|set|complex)"
 )
-# Of modules that can run code, these only store values.
-_HARMLESS = re.compile(
-    r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path|fractions\.Fraction|uuid\.UUID|zoneinfo\.ZoneInfo"
-    r"|argparse\.Namespace|types\.SimpleNamespace|functools\.partial|typing\.Any|_io\.BytesIO"
-    r"|builtins\.(list|dict|tuple|int|float|str|bytes|bool|slice|range|frozenset)"
-)
-# Modules that can run code: TorchScript's, and those of the standard library except these, which only hold values.
-_CODE_MODULES = {"__torch__", *sys.stdlib_module_names} - {
-    *("array", "collections", "datetime", "decimal", "enum", "ipaddress", "random")
-}
-_RUNS_CODE = re.compile(
-    r"(nt|posix|distutils|setuptools|pip|pkg_resources|requests|aiohttp|torch\.(hub|jit|utils|serialization))\.\S+"
-    r"|torch\.[a-z]\w*"
-)
 
 
 def beyond_plain_data(names: Iterable[str]) -> list[str]:
@@ -72,44 +57,12 @@ def beyond_plain_data(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if not _PLAIN.fullmatch(name))
 
 
-def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (), reason: str = "") -> str:
-    """Return a message with the names that block a file, and with a line that allows them if none of them runs code.
-
-    ``filled`` are classes of objects that get elements, which torch never fills. ``reason`` is why torch refuses a file
-    whose names are allowed.
-    """
-    blocked = sorted({*names})
-    risky = [
-        name
-        for name in blocked
-        if (name.endswith("(...)") or name.partition(".")[0] in _CODE_MODULES or _RUNS_CODE.fullmatch(name))
-        and not _HARMLESS.fullmatch(name)
-    ]
-    others = [name for name in blocked if name not in risky]
-    lines = [f"{printable_path(path)} holds more than plain data, so it was not opened. No code in it has run."]
-    if reason:
-        lines.append(f"torch refuses it, although all its classes are allowed: {printable(reason, 300)}.")
-        lines.append("Save only lists, dictionaries and numbers, with torch.save's default pickle_protocol.")
-    for some, label in (
-        (sorted(filled), "cannot be allowed, because torch fills only plain lists and dictionaries:"),
-        (risky, "can run code when opened, so open it only if you trust its author:"),
-        (others, "holds objects of:"),
-    ):
-        if some:
-            lines.append(f"{label} {listed(some)}.")
-    can_be_typed = all(name == printable(name) and all(map(str.isidentifier, name.split("."))) for name in blocked)
-    if can_be_typed and not (risky or filled) and (not reason or "numpy.dtype" in blocked):
-        imports, items = ["import torch"], []
-        for name in blocked:
-            module, _, kind = name.rpartition(".")
-            imports.append(f"from {module} import {kind}")
-            items.append(f'({kind}, "{name}")')
-        if "numpy.dtype" in blocked:  # torch also needs the class of an array's dtype, which is not in the file
-            imports.append("import numpy")
-            items.append('*{type(numpy.dtype(code)) for code in numpy.typecodes["All"]}')
-        code = f"{'; '.join(imports)}; torch.serialization.add_safe_globals([{', '.join(items)}])"
-        lines.append(f"To allow these classes, if you trust them: {code}")
-    return "\n  ".join(lines)
+def explain_blocked(path: str, names: Iterable[str]) -> str:
+    """Return a message with the names that block a file."""
+    return (
+        f"{printable_path(path)} holds more than plain data, so it was not opened. No code in it has run.\n"
+        f"  Opening it would import or call {listed(sorted({*names}))}."
+    )
 
 
 def describe_unread(names: Sequence[str]) -> str:
@@ -125,6 +78,11 @@ class Opaque:
     kind: str = ""  # class or function that would build it, "module.name"; "" if unknown
     state: Any = ()  # state that it would get, or arguments of the call that would build it
     items: dict[Any, Any] | None = None  # items that it would get
+
+    def append(self, item: Any) -> None:
+        """Do nothing: the elements of an object are not needed to describe it."""
+
+    extend = add = append
 
 
 class Elements(tuple[Any, ...]):
@@ -165,7 +123,6 @@ class InertUnpickler(pickle._Unpickler):
         super().__init__(file, encoding="utf-8", errors="replace")
         # "module.name", or "module.name(...)" for calls that weights_only=True allows but plain data never needs.
         self.globals: set[str] = set()
-        self.filled: set[str] = set()  # classes of objects that get elements
         self.storages: dict[str, StorageInfo] = {}
         self._stand_ins: dict[tuple[str, str], StandIn] = {}
         self._left_to_copy = size_bytes
@@ -233,12 +190,6 @@ class InertUnpickler(pickle._Unpickler):
         items = self.pop_mark()  # this replaces self.append
         self.append(Elements(items))
 
-    def _append(self) -> None:
-        self._extend([self.stack.pop()])
-
-    def _appends(self) -> None:
-        self._extend(self.pop_mark())
-
     def _bytearray8(self) -> None:
         self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
 
@@ -253,16 +204,12 @@ class InertUnpickler(pickle._Unpickler):
         pickle.DICT[0]: _dict,
         pickle.EMPTY_SET[0]: _empty_set,
         pickle.FROZENSET[0]: _frozenset,
-        pickle.APPEND[0]: _append,
-        pickle.APPENDS[0]: _appends,
-        pickle.ADDITEMS[0]: _appends,
         pickle.BYTEARRAY8[0]: _bytearray8,
     }
 
     def _put(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if isinstance(target, Opaque) and not target.is_plain:
-            self.filled.add(target.kind or "an unknown class")
             if target.items is None:
                 target.items = {}
             target = target.items
@@ -272,13 +219,6 @@ class InertUnpickler(pickle._Unpickler):
             if type(key) is not str:
                 _check_key(key)
             target[key] = value
-
-    def _extend(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if isinstance(target, Opaque):  # which needs none of them to be described
-            self.filled.add(target.kind or "an unknown class")
-        else:
-            target.extend(items)
 
     def _call(self, function: Any, arguments: Any) -> Any:
         if not isinstance(arguments, tuple):

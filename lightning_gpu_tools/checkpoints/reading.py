@@ -177,17 +177,17 @@ def _read(
     with contextlib.nullcontext(opened) if opened else opened_source(path) as structure, faults_of(path):
         if verify:
             compare_with_checksums(structure)
-        assembly = structure.assembly
-        if assembly is None:
+        if structure.assemble is None:
             return load(structure)
+        shards = structure.shards
 
         def load_object(leaf: Any) -> Any:
             """Load an object of a folder by torch.distributed.checkpoint, which stores each like a file."""
             if not isinstance(leaf, Place):
                 return leaf
-            shard = assembly.shards[leaf.file]
+            shard = shards[leaf.file]
             shard.file.seek(leaf.start)
             return load(describe(io.BytesIO(shard.file.read(leaf.size_bytes)), shard.path))
 
-        content = assembly.assemble({name: load(assembly.shards[name]) for name in assembly.loaded})
-        return with_numbers(content, assembly.shards, map_location, load_object)
+        content = structure.assemble({name: load(shards[name]) for name in structure.loaded})
+        return with_numbers(content, shards, map_location, load_object)

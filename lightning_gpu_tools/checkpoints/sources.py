@@ -6,21 +6,14 @@ import contextlib
 import glob
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import is_lightning_checkpoint
-from lightning_gpu_tools.checkpoints.formats import Folder, deepspeed, describe, folder_formats, opened, shard_index
+from lightning_gpu_tools.checkpoints.formats import Folder, deepspeed, describe, folder_formats, hugging_face, opened
 from lightning_gpu_tools.checkpoints.key_tree import shortened
-from lightning_gpu_tools.checkpoints.structure import (
-    SUFFIXES,
-    Assembly,
-    Fault,
-    Structure,
-    any_error_is,
-    damaged,
-    faults_of,
-)
+from lightning_gpu_tools.checkpoints.structure import SUFFIXES, Fault, Structure, faults_of
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
 from lightning_gpu_tools.patches import collector_paused
 from lightning_gpu_tools.units import path_text, printable_path
@@ -93,7 +86,7 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
     local = os.path.expanduser(path)
     folder, name = os.path.split(local)
     names = {name}
-    form: Any = shard_index if shard_index.INDEX.fullmatch(name) else None
+    form: Any = hugging_face if hugging_face.INDEX.fullmatch(name) else None
     if os.path.isdir(local):
         form, folder = _folder_format(local), deepspeed.folder_in(local)
         names = set(os.listdir(folder))
@@ -104,20 +97,8 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
         raise Fault("lists shards at a URL", "Download the whole folder, and use the local copy.")
     if form is None or not os.path.exists(local):
         return None
-    assembly: Assembly = form.describe(Folder(folder, stack), names, to_load=to_load)
-    shards = assembly.shards
-    with any_error_is(damaged("its files do not belong together")):
-        content = assembly.assemble({name: shards[name].content for name in assembly.loaded})
-    return Structure(
-        None,
-        path,
-        sum(shard.size_bytes for shard in shards.values()),
-        assembly.format,
-        content,
-        set().union(*(shards[name].globals for name in assembly.loaded)),
-        set().union(*(shard.devices for shard in shards.values())),
-        assembly=assembly,
-    )
+    structure: Structure = form.describe_folder(Folder(folder, stack), names, to_load=to_load)
+    return replace(structure, path=path)
 
 
 def _folder_format(path: str) -> Any:

@@ -132,11 +132,13 @@ class SplitTensorInfo(TensorInfo):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place where ``torch.save`` wrote a tensor or another object into a file of several."""
+    """The place where ``torch.save`` wrote a part of a tensor, or another object, into a file of several."""
 
     file: str
     start: int
     size_bytes: int
+    offsets: tuple[int, ...] = ()  # in the tensor
+    shape: tuple[int, ...] = ()  # of the part
 
 
 def are_sizes(numbers: Sequence[Any]) -> bool:
@@ -184,15 +186,15 @@ class Structure:
     file: Any  # open while it is used; None for a folder
     path: str
     size_bytes: int
-    format: str  # NAME of its format
+    format: str  # "zip", "legacy", "TorchScript", "safetensors", ...
     content: Any  # as returned by torch.load, but with descriptions instead of tensors and other objects
     globals: set[str]  # as in InertUnpickler
     devices: set[str]  # that it was saved from
     records: Mapping[str, Record] = field(default_factory=dict)  # of a zip file that torch can map
     places: Mapping[str, int] = field(default_factory=dict)  # offsets of storages
-    filled: set[str] = field(default_factory=set)  # as in InertUnpickler
-    assembly: Assembly | None = None  # of a folder
-    is_of_torch: bool = True  # whether torch.load reads it; otherwise its content is a dict of tensors
+    shards: Mapping[str, Structure] = field(default_factory=dict)  # by name, the files of a folder
+    loaded: Sequence[str] = ()  # shards with other contents than numbers
+    assemble: Callable[[Mapping[str, Any]], Any] | None = None  # takes the contents of these, described or loaded
 
     @property
     def name(self) -> str:
@@ -202,7 +204,7 @@ class Structure:
     @property
     def files(self) -> Iterable[Structure]:
         """The file itself, or the files of the folder."""
-        return [self] if self.assembly is None else self.assembly.shards.values()
+        return self.shards.values() or [self]
 
     @property
     def has_checksums(self) -> bool:
@@ -210,14 +212,28 @@ class Structure:
         return all(any(record.crc for record in file.records.values()) for file in self.files)
 
 
-@dataclass(frozen=True)
-class Assembly:
-    """Several files whose contents make up one checkpoint."""
-
-    format: str  # as in Structure
-    shards: Mapping[str, Structure]
-    loaded: tuple[str, ...]  # from the other shards, only numbers are read
-    assemble: Callable[[Mapping[str, Any]], Any]  # takes the contents of these, described or loaded
+def assembled(
+    path: str,
+    form: str,
+    shards: Mapping[str, Structure],
+    loaded: Sequence[str],
+    assemble: Callable[[Mapping[str, Any]], Any],
+) -> Structure:
+    """Return several files as one checkpoint. The arguments are as in :class:`Structure`."""
+    with any_error_is(damaged("its files do not belong together")):
+        content = assemble({name: shards[name].content for name in loaded})
+    return Structure(
+        None,
+        path,
+        sum(shard.size_bytes for shard in shards.values()),
+        form,
+        content,
+        set().union(*(shards[name].globals for name in loaded)),
+        set().union(*(shard.devices for shard in shards.values())),
+        shards=shards,
+        loaded=loaded,
+        assemble=assemble,
+    )
 
 
 def compare_with_checksums(structure: Structure) -> None:

@@ -46,7 +46,7 @@ def load_file(structure: Structure, map_location: Any, weights_only: bool) -> An
         UnsafeCheckpointError: The file holds more than plain data, and ``weights_only`` is true.
         BrokenCheckpointError: Torch cannot rebuild the contents.
     """
-    if not structure.is_of_torch:
+    if structure.format == "safetensors":
         for info in structure.content.values():
             dtype_of(info.dtype)  # which an older torch may lack
         weights = _Builder(structure).build(structure.content)
@@ -68,9 +68,11 @@ def load_file(structure: Structure, map_location: Any, weights_only: bool) -> An
     except Exception as error:  # damaged or hostile bytes can cause any error in torch
         if weights_only and isinstance(error, pickle.UnpicklingError):
             reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
-            why = reason[1] if reason else type(error).__name__
-            foreign = beyond_plain_data(structure.globals)
-            raise UnsafeCheckpointError(explain_blocked(structure.path, foreign, structure.filled, why)) from None
+            why = printable(reason[1] if reason else type(error).__name__, 300)
+            raise UnsafeCheckpointError(
+                f"{explain_blocked(structure.path, beyond_plain_data(structure.globals))}\n"
+                f"  torch refuses it, although all its classes are allowed: {why}. Save only plain data."
+            ) from None
         asked_for = not weights_only or map_location != "cpu"  # the caller's class or device may be the cause
         if asked_for or isinstance(error, MemoryError) or not comes_from_contents(error):
             raise
@@ -195,13 +197,17 @@ def refusal(structure: Structure) -> UnsafeCheckpointError | None:
     items = torch.serialization.get_safe_globals()
     allowed = {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in items}
     blocked = calls or [name for name in foreign if name not in allowed]
-    return UnsafeCheckpointError(explain_blocked(structure.path, blocked, structure.filled)) if blocked else None
+    if not blocked:
+        return None
+    return UnsafeCheckpointError(
+        f"{explain_blocked(structure.path, blocked)} To allow classes that you trust, call "
+        "torch.serialization.add_safe_globals."
+    )
 
 
 def path_of(file: BinaryIO) -> str:
     """Return a path of an open file, even if another file is now at its old path."""
-    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"  # macOS
-    return f"{folder}/{file.fileno()}"
+    return f"/proc/self/fd/{file.fileno()}"
 
 
 def mapped_bytes(file: BinaryIO) -> torch.Tensor:

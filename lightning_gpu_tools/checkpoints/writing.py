@@ -7,7 +7,7 @@ import os
 import struct
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from lightning_gpu_tools.checkpoints.content import (
     put_weights,
 )
 from lightning_gpu_tools.checkpoints.copying import changed_number
-from lightning_gpu_tools.checkpoints.formats.safetensors import DTYPE_OF_SAFETENSORS
+from lightning_gpu_tools.checkpoints.formats.hugging_face import DTYPE_OF_SAFETENSORS
 from lightning_gpu_tools.checkpoints.inert_pickle import describe_unread
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, quoted
 from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, list_groups
@@ -47,8 +47,13 @@ _SAFETENSORS_DTYPES = {
 
 def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
     """Write a checkpoint with ``torch.save``, replacing the file in one step."""
-    with writing(path) as file, _Watched(file) as watched:
-        torch.save(content, watched)
+    with writing(path) as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # the disk's error, after which torch could not end its file
+                raise error.__context__ from None
+            raise
 
 
 def write_safetensors(weights: Mapping[str, Any], path: str) -> None:
@@ -91,31 +96,6 @@ def write_safetensors(weights: Mapping[str, Any], path: str) -> None:
         for _, value in order:
             flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)
-
-
-class _Watched:
-    """A file for torch to write to. If that fails, the block ends with the disk's error instead of torch's own."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self._error = self._error or error
-            raise
-
-    def flush(self) -> None:
-        """Do nothing: the file is flushed once, after the block."""
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._error is not None:
-            raise self._error from None
 
 
 def convert(

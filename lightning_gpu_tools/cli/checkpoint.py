@@ -19,7 +19,7 @@ from lightning_gpu_tools.checkpoints.content import (
     is_lightning_checkpoint,
     shown_shape,
 )
-from lightning_gpu_tools.checkpoints.inert_pickle import Opaque, beyond_plain_data, describe_unread
+from lightning_gpu_tools.checkpoints.inert_pickle import beyond_plain_data, describe_unread
 from lightning_gpu_tools.checkpoints.key_tree import group_keys, is_wrapper_name
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, SUFFIXES, Structure, TensorInfo
 from lightning_gpu_tools.errors import CheckpointError
@@ -29,11 +29,7 @@ from lightning_gpu_tools.units import format_bytes, format_duration, line_width,
 
 _ANY = "a file, a folder with a checkpoint or its shards, their index file, or the URL of a file"
 _SCHEMA_VERSION = 1  # of the JSON of `inspect`
-# Entries that have their own line or number.
-_SHOWN = frozenset(
-    {"epoch", "global_step", "hyper_parameters", "hparams_name", "hparams_type", "callbacks", "loops"}
-    | {"optimizer_states", LIGHTNING_VERSION}
-)
+_IN_FIRST_LINES = frozenset({"epoch", "global_step", LIGHTNING_VERSION})
 _EXIT_CODES = "Exit code: 0 done; 1 failed, with the reason on stderr; 2 wrong usage."
 
 
@@ -109,7 +105,7 @@ def _summarize(structure: Structure) -> dict[str, Any]:
     content = structure.content
     top = content if isinstance(content, Mapping) else {}
     entries = check_contents(content, structure.path)
-    version, states = top.get(LIGHTNING_VERSION), top.get("optimizer_states")
+    version = top.get(LIGHTNING_VERSION)
     kind = "state_dict" if "" in entries else "dictionary"
     if is_lightning_checkpoint(content):
         kind = "lightning"
@@ -123,20 +119,20 @@ def _summarize(structure: Structure) -> dict[str, Any]:
         "schema_version": _SCHEMA_VERSION,
         "path": structure.path,
         "format": structure.format,
-        "shards": len(structure.assembly.shards) if structure.assembly else None,
+        "shards": len(structure.shards) or None,
         "size_bytes": structure.size_bytes,
         "kind": kind,
         "content": describe_content(content),
         "lightning_version": version if isinstance(version, str) and version else None,
         "epoch": top["epoch"] if isinstance(top.get("epoch"), int) else None,
         "global_step": top["global_step"] if isinstance(top.get("global_step"), int) else None,
-        "hyper_parameters": _names(top.get("hyper_parameters")),
-        "callbacks": _names(top.get("callbacks")),
-        "optimizers": len(states) if kind == "lightning" and isinstance(states, list) else None,
         "devices": sorted(structure.devices) or None,
         "wrappers_in_keys": {name: dict(sorted(counts.items())) for name, counts in wrappers.items()},
         "beyond_plain_data": beyond_plain_data(structure.globals),
-        "entries": {} if "" in entries else {_text(name): describe_content(value) for name, value in top.items()},
+        "entries": {
+            name if isinstance(name, str) else printable(name): describe_content(value)
+            for name, value in (() if "" in entries else top.items())
+        },
         "weights": {name: [_describe(key, info) for key, info in w.items()] for name, w in entries.items()},
     }
 
@@ -145,22 +141,17 @@ def _render(summary: Mapping[str, Any]) -> str:
     """Return the summary as text, as wide as the terminal except for longer names."""
     kind = {"lightning": "Lightning checkpoint", "other": summary["content"]}.get(summary["kind"], summary["kind"])
     size = format_bytes(summary["size_bytes"])
-    how = {"dcp": "torch.distributed.checkpoint", "deepspeed": "DeepSpeed"}.get(summary["format"], summary["format"])
     files = f" in {summary['shards']} files" if (summary["shards"] or 0) > 1 else ""
-    lines = [f"{printable_path(summary['path'])}: {kind}, {size}, {how}{files}"]
+    lines = [f"{printable_path(summary['path'])}: {kind}, {size}, {summary['format']}{files}"]
     facts = {
         "epoch": summary["epoch"],
         "step": summary["global_step"],
         "Lightning": summary["lightning_version"],
         "saved from": ", ".join(summary["devices"] or ()) or None,
-        "optimizers": summary["optimizers"],
     }
     lines.append("  " + ", ".join(f"{name} {printable(value)}" for name, value in facts.items() if value is not None))
-    for label, names in {"hyperparameters": summary["hyper_parameters"], "callbacks": summary["callbacks"]}.items():
-        if names:
-            lines.append(f"  {label}: {', '.join(map(printable, names))}")
     for name, described in summary["entries"].items():
-        if name not in _SHOWN and name not in summary["weights"]:
+        if name not in _IN_FIRST_LINES and name not in summary["weights"]:
             lines.append(f"  {printable(name)}: {described}")
     if summary["beyond_plain_data"]:
         lines.append(f"  holds more than plain data: {', '.join(map(printable, summary['beyond_plain_data']))}")
@@ -185,10 +176,10 @@ def _weight_lines(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping
         shape = "-" if members[0]["shape"] is None else shown_shape(members[0]["shape"])
         sizes = [member["bytes"] for member in members if member["bytes"] is not None]
         size = format_bytes(sum(sizes)) if sizes else "-"
-        keys = group_keys(member["key"] for member in members)
+        keys = ", ".join(group_keys(member["key"] for member in members))
         kind = (members[0]["kind"] or "").rpartition(".")[2]
         dtype = printable(f"{members[0]['dtype'] or '-'}{kind and f' ({kind})'}", 40)
-        rows += [(key, shape, dtype, size if i == 0 else '"') for i, key in enumerate(keys)]
+        rows.append((keys, shape, dtype, size))
     return lines + _table(rows)
 
 
@@ -222,18 +213,6 @@ def _describe(key: str, info: Any) -> dict[str, Any]:
         "bytes": None if numel is None or element_bytes is None else numel * element_bytes,
         "device": info.storage.location if info.storage else None,
     }
-
-
-def _text(name: Any) -> str:
-    return name if isinstance(name, str) else printable(name)
-
-
-def _names(value: Any) -> list[str]:
-    if isinstance(value, Opaque):  # OmegaConf's, Lightning's AttributeDict and argparse's
-        value = value.items or value.state
-    if isinstance(value, Mapping) and isinstance(value.get("_content"), Mapping):
-        value = value["_content"]
-    return [*map(_text, value)] if isinstance(value, Mapping) else []
 
 
 @collector_paused()

@@ -184,7 +184,6 @@ def test_weights_of_a_torchscript_program_are_loaded_without_its_code(kind: str,
     verify_checkpoint(path)
     with pytest.raises(UnsafeCheckpointError) as caught:
         read_checkpoint(path)
-    assert re.search(r"can run code when opened.*__torch__.*\n.*load only the weights", str(caught.value))
-    assert "add_safe_globals" not in str(caught.value)
+    assert re.search(r"would import or call .*__torch__.*\n.*load only the weights", str(caught.value))
     load_weights(other := network(), path, weights_only=False)
     assert all(torch.equal(value, source.state_dict()[key]) for key, value in other.state_dict().items())

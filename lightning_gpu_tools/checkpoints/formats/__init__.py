@@ -4,7 +4,6 @@ Files of other programs are named, by their first bytes and the names in them, w
 
 A new format is a module here, and an entry in ``_FILES`` or ``_FOLDERS``. A format of single files has
 
-- ``NAME``, for the output of ``checkpoint inspect``;
 - ``recognizes(head)``: whether a file that begins with ``head``, its first KiB, is of this format. No two formats
   recognize the same file;
 - ``describe(file, path, size_bytes)``, which reads the description in an open file and checks it against the contents.
@@ -15,8 +14,8 @@ A format with several files has
 
 - ``FILES``: a pattern for names of which a folder of this format has at least one;
 - ``PART``: a pattern for names of files that are not a checkpoint without the others;
-- ``describe(folder, names, to_load=...)``, which returns an ``Assembly``, with the places of all numbers if that costs
-  no time or ``to_load`` is true.
+- ``describe_folder(folder, names, to_load=...)``, which returns what ``structure.assembled`` returns, with the
+  places of all numbers if that costs no time or ``to_load`` is true.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from lightning_gpu_tools.files import local_copy
 from lightning_gpu_tools.patches import collector_paused
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
-_FILES = ("torch_zip", "torch_legacy", "safetensors")
-_FOLDERS = ("torch_distributed", "deepspeed", "shard_index")
+_FILES = ("torch_files", "hugging_face")
+_FOLDERS = ("torch_distributed", "deepspeed", "hugging_face")
 
 _HEAD_BYTES = 1024  # a server's whole error message
 

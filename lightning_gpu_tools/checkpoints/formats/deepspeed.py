@@ -13,7 +13,6 @@ from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
 from lightning_gpu_tools.checkpoints.formats import Folder, is_plain_name
 from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
-    Assembly,
     Fault,
     Part,
     SplitTensorInfo,
@@ -21,6 +20,7 @@ from lightning_gpu_tools.checkpoints.structure import (
     TensorInfo,
     any_error_is,
     are_sizes,
+    assembled,
     damaged,
 )
 from lightning_gpu_tools.units import printable
@@ -60,7 +60,7 @@ def folder_in(path: str) -> str:
     return folder if is_there else path
 
 
-def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
+def describe_folder(folder: Folder, names: set[str], *, to_load: bool) -> Structure:
     """Describe the checkpoint in a folder."""
     by_rank: list[dict[int, str]] = [
         {int(match[1]): name for name in names if (match := pattern.fullmatch(name))}
@@ -107,7 +107,8 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
             return weights
         return {**{name: entry for name, entry in content.items() if name not in _OWN_ENTRIES}, "state_dict": weights}
 
-    return Assembly("deepspeed", {shard.name: shard for shard in (*models, *optimizers)}, (loaded,), assemble)
+    shards = {shard.name: shard for shard in (*models, *optimizers)}
+    return assembled(folder.path, "DeepSpeed", shards, [loaded], assemble)
 
 
 def _check_ranks(shards: Shards) -> None:

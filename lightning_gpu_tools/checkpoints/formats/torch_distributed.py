@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints import formats
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
@@ -16,7 +16,6 @@ from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
     MAX_DEPTH,
     RESTORE,
-    Assembly,
     Fault,
     Part,
     Place,
@@ -26,6 +25,7 @@ from lightning_gpu_tools.checkpoints.structure import (
     TensorInfo,
     any_error_is,
     are_sizes,
+    assembled,
     damaged,
     is_shape,
 )
@@ -57,62 +57,57 @@ class _Slice(io.RawIOBase):
         return len(data)
 
 
-def describe(folder: formats.Folder, names: set[str], *, to_load: bool) -> Assembly:
+def describe_folder(folder: formats.Folder, names: set[str], *, to_load: bool) -> Structure:
     """Describe the checkpoint in a folder, with the places of all numbers only if ``to_load``."""
     if _METADATA not in names:
         fault = "is a checkpoint by torch.distributed.checkpoint without .metadata, which is written last"
         raise Fault(fault, "Probably the save was interrupted. Use an earlier checkpoint.")
     with any_error_is(damaged(_DAMAGE)):
         objects, paths = _read_metadata(folder.open(_METADATA))
-        places = [block.place for _, blocks in objects.values() for block in blocks]
-        shards = _files_of(places, folder)
+        shards = _files_of([block for _, blocks in objects.values() for block in blocks], folder)
         tree: dict[str, Any] = {}
         for key, (info, blocks) in objects.items():
             value: Any = info
             if info is None:
-                described = _described(shards, blocks[0].place).content
-                value = blocks[0].place if to_load else described
+                described = _described(shards, blocks[0]).content
+                value = blocks[0] if to_load else described
             elif to_load:
                 value = replace(info, parts=tuple(_part(shards, key, info.dtype, block) for block in blocks))
             _put(tree, paths.get(key, (key,)), value)
         content = _with_lists(tree)
-    loaded = (_EXTRA,) if _EXTRA in names else ()
+    loaded = [_EXTRA] if _EXTRA in names else []
     shards.update((name, folder.describe(name)) for name in loaded)
-    return Assembly("dcp", shards, loaded, lambda contents: _with_extra(content, contents.get(_EXTRA, {})))
+
+    def assemble(contents: Mapping[str, Any]) -> Any:
+        return _with_extra(content, contents.get(_EXTRA, {}))
+
+    return assembled(folder.path, "torch.distributed.checkpoint", shards, loaded, assemble)
 
 
-class _Chunk(NamedTuple):
-    """A chunk of a tensor, or another object."""
-
-    offsets: tuple[int, ...]  # in the tensor
-    shape: tuple[int, ...]
-    place: Place
-
-
-_Objects = dict[str, tuple[SplitTensorInfo | None, list[_Chunk]]]
+_Objects = dict[str, tuple[SplitTensorInfo | None, list[Place]]]
 
 
 def _read_metadata(file: BinaryIO) -> tuple[_Objects, Mapping[str, Any]]:
     """Return every tensor (``None`` for another object) with its blocks, and the path of each in the content."""
     data = file.read()
     metadata = _state(InertUnpickler(io.BytesIO(data), len(data)).load(), "Metadata")
-    place_of: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    place_of: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
     for index, info in metadata["storage_data"].items():
         where = _state(info, "_StorageInfo")
         if where.get("transform_descriptors"):
             raise Fault("is compressed by an extension", "Load it with torch.distributed.checkpoint and save it again.")
         of = _state(index, "MetadataIndex")
-        place_of[of["fqn"], of.get("offset")] = Place(where["relative_path"], where["offset"], where["length"])
+        place_of[of["fqn"], of.get("offset")] = where["relative_path"], where["offset"], where["length"]
     objects: _Objects = {}
     for key, described in metadata["state_dict_metadata"].items():
         if isinstance(described, Opaque) and described.kind.endswith(".BytesStorageMetadata"):
-            objects[key] = None, [_Chunk((), (), place_of[key, None])]
+            objects[key] = None, [Place(*place_of[key, None])]
             continue
         of = _state(described, "TensorStorageMetadata")
         shape = of["size"]
         dtype = str(_state(of["properties"], "TensorProperties")[0]).removeprefix("torch.")
         chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in of["chunks"]]
-        blocks = [_Chunk(chunk["offsets"], chunk["sizes"], place_of[key, chunk["offsets"]]) for chunk in chunks]
+        blocks = [Place(*place_of[key, chunk["offsets"]], chunk["offsets"], chunk["sizes"]) for chunk in chunks]
         numbers = [shape, *(part for block in blocks for part in (block.offsets, block.shape))]
         if dtype not in BYTES_OF_DTYPE or not all(len(part) == len(shape) and is_shape(part) for part in numbers):
             raise damaged(_DAMAGE)
@@ -175,15 +170,14 @@ def _described(shards: Mapping[str, Structure], place: Place) -> Structure:
     return found
 
 
-def _part(shards: Mapping[str, Structure], key: str, dtype: str, block: _Chunk) -> Part:
-    place = block.place
+def _part(shards: Mapping[str, Structure], key: str, dtype: str, place: Place) -> Part:
     found = _described(shards, place)
     tensor = found.content
     is_plain = isinstance(tensor, TensorInfo) and tensor.storage is not None and not tensor.kind
-    if not is_plain or (tensor.dtype, tensor.shape) != (dtype, block.shape):
+    if not is_plain or (tensor.dtype, tensor.shape) != (dtype, place.shape):
         raise damaged(f"{printable(place.file)} does not hold the part of {printable(key)} that .metadata describes")
     start = place.start + found.places[tensor.storage.key] + tensor.offset * BYTES_OF_DTYPE[dtype]
-    return Part(place.file, start, block.offsets, block.shape, tensor.strides)
+    return Part(place.file, start, place.offsets, place.shape, tensor.strides)
 
 
 def _put(tree: dict[Any, Any], path: Any, value: Any) -> None:

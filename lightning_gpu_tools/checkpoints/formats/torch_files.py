@@ -1,8 +1,10 @@
-"""The format of torch since 1.6: a zip archive with a pickle and one record for each storage."""
+"""torch's files: a zip archive with a pickle and one record for each storage; before 1.6, pickles, then the numbers."""
 
 from __future__ import annotations
 
+import mmap
 import re
+import struct
 import sys
 import zipfile
 from io import BytesIO
@@ -14,18 +16,29 @@ from lightning_gpu_tools.checkpoints.inert_pickle import InertUnpickler
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, RESTORE, Fault, Record, Structure, damaged
 from lightning_gpu_tools.units import format_bytes, printable
 
-NAME = "zip"
+_ZIP_START = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30  # before the name of a record; ends with the lengths of the name and of the extra field
 _ENCRYPTED = 1 << 0
 _CODE = re.compile(r"[^/]+/code/")  # of TorchScript, which compresses it
+# torch.serialization.MAGIC_NUMBER, pickled: in protocol 2 to 5, or 0.
+_LEGACY_START = re.compile(
+    rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L119547037146038801333356L\n\.", re.DOTALL
+)
 
 
 def recognizes(head: bytes) -> bool:
-    """Return whether a file begins like a zip archive."""
-    return head.startswith(b"PK\x03\x04")
+    """Return whether a file begins like a zip archive, or with torch's magic number."""
+    return head.startswith(_ZIP_START) or _LEGACY_START.match(head) is not None
 
 
 def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
+    """Describe the pickle in a file, and check that all numbers are present."""
+    file.seek(0)
+    is_zip = file.read(len(_ZIP_START)) == _ZIP_START
+    return (_describe_zip if is_zip else _describe_legacy)(file, path, size_bytes)
+
+
+def _describe_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     """Describe the pickle in the archive, and check it against the records."""
     if not zipfile.is_zipfile(file):
         fault = f"is cut short: {format_bytes(size_bytes)}, and its index (at the end of the file) is missing"
@@ -57,13 +70,12 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         file,
         path,
         size_bytes,
-        "TorchScript" if is_script else NAME,
+        "TorchScript" if is_script else "zip",
         content,
         reader.globals,
         {storage.location for storage in reader.storages.values()},
         records=records,
         places=places,
-        filled=reader.filled,
     )
 
 
@@ -86,3 +98,27 @@ def _read_records(file: BinaryIO, size_bytes: int, entries: list[zipfile.ZipInfo
                 raise damaged(f"its record {printable(name)} is not where its index says")
             records[name] = Record(file, name, start, entry.file_size, entry.CRC)
     return records
+
+
+def _describe_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
+    """Describe the pickles, and check that all numbers are present."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        # The magic number, the version, the machine that wrote it, the contents, and the keys of the storages.
+        readers = [InertUnpickler(data, size_bytes) for _ in range(5)]
+        *_, content, keys = [reader.load() for reader in readers]
+        named = set().union(*(reader.globals for reader in readers))
+        storages = readers[3].storages
+        if sorted(keys) != sorted(storages):
+            raise ValueError("numbers other than those that it describes")
+        place = data.tell()
+        places = {}
+        for key in keys:  # each storage comes after its length in 8 bytes
+            storage = storages[key]
+            places[key] = place + 8
+            if struct.unpack_from("<q", data, place)[0] != storage.numel:
+                raise ValueError("a storage whose length does not match")
+            place += 8 + storage.size_bytes
+    if place > size_bytes:
+        raise ValueError("cut short")
+    devices = {storage.location for storage in storages.values()}
+    return Structure(file, path, size_bytes, "legacy", content, named, devices, places=places)
