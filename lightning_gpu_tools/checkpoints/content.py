@@ -117,7 +117,7 @@ def is_named(value: Any) -> bool:
 
 def is_state_dict(value: Any) -> bool:
     """Return whether this maps names to tensors, except for extra states and settings of quantized modules."""
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+    if not is_named(value):
         return False
     if hasattr(value, "_metadata"):  # set by torch
         return bool(value)
@@ -209,20 +209,25 @@ def are_arrays(part: Any) -> bool:
     )
 
 
-def unopened_objects(content: Any) -> set[str]:
-    """Return the builders, as ``"module.name"``, of all objects that only running code could build."""
-    found: set[str] = set()
+def parts_of(content: Any) -> Iterator[Any]:
+    """Yield a value and everything in it, also the states of objects."""
     seen: set[int] = set()
     stack = [content]
     while stack:
-        value = stack.pop()
-        if isinstance(value, (Opaque, StandIn)):
-            if not value.is_plain:
-                found.add(value.kind or "an unknown class" if isinstance(value, Opaque) else str(value))
-        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
-            seen.add(id(value))
-            stack += [*value, *value.values()] if isinstance(value, Mapping) else value
-    return found
+        part = stack.pop()
+        yield part
+        if isinstance(part, (Mapping, list, tuple, Opaque)) and id(part) not in seen:
+            seen.add(id(part))
+            if isinstance(part, Opaque):
+                stack += part.state, part.items
+            else:
+                stack += [*part, *part.values()] if isinstance(part, Mapping) else part
+
+
+def unopened_objects(content: Any) -> set[str]:
+    """Return the builders, as ``"module.name"``, of all objects that only running code could build."""
+    parts = [part for part in parts_of(content) if isinstance(part, (Opaque, StandIn)) and not part.is_plain]
+    return {str(part) if isinstance(part, StandIn) else part.kind or "an unknown class" for part in parts}
 
 
 def shown_shape(shape: Iterable[int]) -> str:

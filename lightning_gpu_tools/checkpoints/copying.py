@@ -333,12 +333,11 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
     )
     if not is_of_its_kind:
         return f"{_kind(value)} instead of {_kind(target)}"
-    if target.is_inference() and not torch.is_inference_mode_enabled():
-        return f"{_OF_MODEL} an inference tensor, which can only be changed under torch.inference_mode()"
-    if target.layout is torch.strided and any(
+    is_expanded = target.layout is torch.strided and any(
         size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)
-    ):
-        return f"{_OF_MODEL} an expanded tensor, whose elements share memory; replace it with its clone()"
+    )
+    if is_expanded or (target.is_inference() and not torch.is_inference_mode_enabled()):
+        return f"{_OF_MODEL} an inference or expanded tensor; replace it with its clone()"
     return "" if value.dtype is target.dtype else changed_number(value, target.dtype)
 
 

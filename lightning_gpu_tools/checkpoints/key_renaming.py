@@ -285,7 +285,8 @@ class _Search:
                 f"has {quoted(self.root or '')}. Check root.",
                 tuple(self.model.shapes),
             )
-        nearest = _most(tried)
+        most = max(len(reading.pairs) for reading in tried)
+        nearest = [reading for reading in tried if len(reading.pairs) == most]
         plan = self._to_plan(nearest[0])
         if strict:
             return self._accept(plan)
@@ -310,12 +311,13 @@ class _Search:
             if self.root == "":
                 return
             parts = _below([(dropped, inside_wrappers(part))])
-            deeper = _below([(name, inside_wrappers(node)) for name, node in parts])
-            averages = [(name, node) for name, node in deeper if _is_average_of_average(name.removeprefix(dropped))]
+            inside = [(name, inside_wrappers(node)) for name, node in parts]
+            in_averages = _below([(name, node) for name, node in inside if is_average(name)])
+            averages = [(name, node) for name, node in in_averages if is_average(name.split(".")[-2])]
             yield [self._reading(inner, (added, place)) for inner in (*parts, *averages)]
             places = [] if self.root else _below([(added, place)])
             yield [self._reading((dropped, part), inner) for inner in places]
-            yield [self._reading(inner, (added, place)) for inner in deeper]
+            yield [self._reading(inner, (added, place)) for inner in _below(inside)]
             yield [self._reading((dropped, part), inner) for inner in _below(places)]
             return
 
@@ -490,17 +492,6 @@ class _Search:
 def _below(nodes: Iterable[tuple[str, Node]]) -> list[tuple[str, Node]]:
     """Return the child modules of these nodes, with their whole names."""
     return [(path + name, child) for path, node in nodes for name, child in child_modules(node)]
-
-
-def _is_average_of_average(path: str) -> bool:
-    """Return whether each name in a path is one of averaged weights, such as ``ema.ema_model.`` by ema-pytorch."""
-    return all(map(is_average, path.rstrip(".").split(".")))
-
-
-def _most(readings: list[_Reading]) -> list[_Reading]:
-    """Return the readings that cover the most keys."""
-    most = max((len(reading.pairs) for reading in readings), default=0)
-    return [reading for reading in readings if len(reading.pairs) == most]
 
 
 def _roots(tree: Tree) -> str:

@@ -8,7 +8,7 @@ import os
 import shlex
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import (
     all_state_dicts,
@@ -72,23 +72,19 @@ def read_checkpoint(
     return _read(path, load, verify, map_location, opened)
 
 
-class Unread(NamedTuple):
-    """The parts of a checkpoint that were not read, because only running code could open them."""
-
-    classes: tuple[str, ...]  # classes and functions in the file
-    values: Mapping[str, Mapping[str, str]]  # entry -> key -> class, for objects among the weights
+Unopened = Mapping[str, Mapping[str, str]]  # entry -> key -> class, for objects among the weights
 
 
 def read_weights(
     path: str | os.PathLike[str], *, weights_only: bool = True, opened: Structure | None = None
-) -> tuple[Any, Unread]:
-    """Return the weights of a file or folder of shards, with the rest only described, and the unread parts.
+) -> tuple[Any, tuple[str, ...], Unopened]:
+    """Return the weights of a file or folder, with the rest only described, its classes, and what was not opened.
 
     Raises ``UnsafeCheckpointError`` for a weight that is not a block of plain numbers. If not ``weights_only``, opens
     everything, which may run code.
     """
     classes: set[str] = set()
-    values: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    unopened: defaultdict[str, dict[str, str]] = defaultdict(dict)
 
     def load(structure: Structure) -> Any:
         entries = check_contents(structure.content, structure.path)
@@ -114,38 +110,39 @@ def read_weights(
                 f"({shown}): {list_groups(weights)}."
             )
         classes.update(beyond_plain_data(structure.globals))
-        for entry, unopened in left_out.items():
-            values[entry].update(unopened)
+        for entry, kinds in left_out.items():
+            unopened[entry].update(kinds)
         return content
 
     content = _read(path, load, opened=opened)
     for entry, weights in all_state_dicts(content).items() if classes else ():
         objects = {key: value.kind for key, value in weights.items() if isinstance(value, (Opaque, TensorInfo))}
         if objects:  # in a folder by torch.distributed.checkpoint, which stores each object like a file
-            values[entry].update(objects)
+            unopened[entry].update(objects)
             rest = OrderedDict((key, value) for key, value in weights.items() if key not in objects)
             content = put_weights(content, {entry: rest})
-    return content, Unread(tuple(sorted(classes)), values)
+    return content, tuple(sorted(classes)), unopened
 
 
-def verify_checkpoint(path: str | os.PathLike[str]) -> tuple[Structure, Unread]:
+def verify_checkpoint(path: str | os.PathLike[str]) -> tuple[Structure, tuple[str, ...]]:
     """Compare each whole file with its checksums, then load everything, or only the weights next to foreign classes.
 
-    Returns the description, and what was not read. A checkpoint without an error here can be loaded.
+    Returns the description, and the classes of what was not read. A checkpoint without an error here can be loaded.
     """
     with opened_source(path) as structure:
         compare_with_checksums(structure)
-        unread = Unread((), {})
+        classes: tuple[str, ...] = ()
+        unopened: Unopened = {}
         try:
             content = read_checkpoint(path, opened=structure)
         except UnsafeCheckpointError:
-            content, unread = read_weights(path, opened=structure)
-        _check_weights(content, unread, path)
+            content, classes, unopened = read_weights(path, opened=structure)
+        _check_weights(content, unopened, path)
         check_training_state(content, path)
-        return structure, unread
+        return structure, classes
 
 
-def _check_weights(content: Any, unread: Unread, path: str | os.PathLike[str]) -> None:
+def _check_weights(content: Any, unopened: Unopened, path: str | os.PathLike[str]) -> None:
     """Raise unless every set of weights can be loaded into a model."""
     shown = printable_path(path)
     for entry, weights in weights_in(content, path).items():
@@ -159,10 +156,10 @@ def _check_weights(content: Any, unread: Unread, path: str | os.PathLike[str]) -
             if is_no_weight and not (key.endswith("_extra_state") or (may_be_more and "." not in key)):
                 what = describe_content(value)
                 raise BrokenCheckpointError(f"{shown}: the weight {quoted(key)} is {what}. Save a module's state_dict.")
-        unopened = [key for key in unread.values.get(entry, ()) if not key.endswith("_extra_state")]
-        if unopened:
+        objects = [key for key in unopened.get(entry, ()) if not key.endswith("_extra_state")]
+        if objects:
             raise UnsafeCheckpointError(
-                f"{shown} has weights that were not opened, because this would run code: {list_groups(unopened)}. "
+                f"{shown} has weights that were not opened, because this would run code: {list_groups(objects)}. "
                 "Ask its author for the model's state_dict()."
             )
 

@@ -38,7 +38,6 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     without_wrappers,
 )
 from lightning_gpu_tools.checkpoints.structure import faults_of
-from lightning_gpu_tools.checkpoints.torch_loading import LazyTensor
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
@@ -206,26 +205,6 @@ def check_numbers(path: str, weights: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{printable_path(path)} has no numbers for {list_groups(without)}: {FROM_META}.")
 
 
-# In addition to the numbers in the file. Our default, a float32 mask of 16,384 x 16,384.
-_MAX_REPEATED_BYTES = 1 << 30
-
-
-def check_repetition(path: str, weights: Mapping[str, Any]) -> None:
-    """Refuse weights that would take far more memory than the file.
-
-    A tensor may repeat its numbers (``expand``) or omit zeros (sparse), so 1 KiB can describe 256 GiB.
-    """
-    for key, value in weights.items():
-        if shape_of(value) is None or value.is_meta or isinstance(value, LazyTensor) or is_packed(value):
-            continue
-        held_bytes = value.untyped_storage().nbytes() if value.layout is torch.strided else 0
-        if value.numel() * value.element_size() > held_bytes + _MAX_REPEATED_BYTES:
-            raise CheckpointError(
-                f"{printable_path(path)} stores {quoted(key)} of shape {tuple(value.shape)} in far fewer numbers. "
-                "Remove it, or convert the file to .pt without --dtype."
-            )
-
-
 def rename_optimizers(states: Any, plan: RenamePlan) -> Any:
     """Rename parameters in optimizer states that identify them by name; most do so by number."""
 
@@ -271,10 +250,6 @@ _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel
 _WRAPPERS_BY_NAME = {"deepspeed.DeepSpeedEngine", "apex.DistributedDataParallel", "timm.ModelEmaV2", "timm.ModelEmaV3"}
 _BATCH_COUNTER = "num_batches_tracked"
 _STATISTICS = ("running_mean", "running_var", _BATCH_COUNTER)
-_NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
 # Hooks of these packages only restore the prefix of a wrapper.
 _HOOK_PACKAGES = ("torch.distributed.", "torch._dynamo.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 
@@ -300,7 +275,7 @@ def read_model(model: nn.Module, checkpoint_keys: Collection[str] = ()) -> tuple
     untracked: dict[str, str] = {}
     unsaved = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, _NORMS):
+        if isinstance(module, nn.modules.batchnorm._NormBase):
             if is_old:
                 counters.add(_inside(path, _BATCH_COUNTER))
             if not module.track_running_stats:

@@ -6,7 +6,6 @@ Tensors in several parts are joined when they are used.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import importlib
 import io
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch.utils._pytree import tree_map_only
 
-from lightning_gpu_tools.checkpoints.content import Entries, put_weights
+from lightning_gpu_tools.checkpoints.content import Entries, parts_of, put_weights
 from lightning_gpu_tools.checkpoints.inert_pickle import Opaque, beyond_plain_data, explain_blocked
 from lightning_gpu_tools.checkpoints.structure import (
     MAX_DEPTH,
@@ -47,17 +46,17 @@ def load_file(structure: Structure, map_location: Any, weights_only: bool) -> An
         BrokenCheckpointError: Torch cannot rebuild the contents.
     """
     if structure.format == "safetensors":
+        make = _mapped(structure)
         for info in structure.content.values():
             dtype_of(info.dtype)  # which an older torch may lack
-        weights = _Builder(structure).build(structure.content)
-        return OrderedDict((name, moved(value, map_location)) for name, value in weights.items())
+        return OrderedDict((name, moved(make(info), map_location)) for name, info in structure.content.items())
     if weights_only:
         if refused := refusal(structure):
             raise refused
         _warn_of_old_torch()
         if map_location == "cpu":
             with contextlib.suppress(NotPlainError):
-                return _Builder(structure).build(structure.content)
+                return _rebuilt(structure.content, _mapped(structure), {})
     file = structure.file
     mapped = bool(structure.records) and not isinstance(file, io.BytesIO)  # torch maps only zip files
     file.seek(0)
@@ -92,65 +91,68 @@ def _warn_of_old_torch() -> None:
 
 def described_weights(structure: Structure, entries: Entries) -> tuple[Any, dict[str, dict[str, str]]]:
     """Return the content with tensors as weights, and entry -> key -> kind of the omitted values."""
-    build = _Builder(structure, weights_alone=True).build
+    make, made = _mapped(structure, weights_alone=True), dict[int, Any]()
     sets: dict[str, OrderedDict[str, Any]] = {}
     left_out: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for entry, weights in entries.items():
         sets[entry] = OrderedDict()
         for key, value in weights.items():
             try:
-                sets[entry][key] = build(value)
+                sets[entry][key] = _rebuilt(value, make, made)
             except NotPlainError as error:  # noqa: PERF203 - costs nothing since Python 3.11
                 left_out[entry][key] = printable(error)
         with contextlib.suppress(AttributeError, NotPlainError):
-            sets[entry]._metadata = build(weights._metadata)  # type: ignore[attr-defined]
+            sets[entry]._metadata = _rebuilt(weights._metadata, make, made)  # type: ignore[attr-defined]
     return put_weights(structure.content, sets), left_out
 
 
-class _Builder:
-    """A builder of content from its description, with mapped tensors, in half of torch's time.
+def _mapped(structure: Structure, *, weights_alone: bool = False) -> Callable[[Any], Any]:
+    """Return a function that maps a described tensor, in half of torch's time.
 
-    Not a nested function, whose reference to itself would keep the tensors until the garbage collector runs. Raises
-    :class:`NotPlainError` for anything but plain data and tensors. ``weights_alone``: make parameters tensors.
+    The function raises :class:`NotPlainError` for anything but a plain tensor, and makes parameters
+    tensors if ``weights_alone``.
     """
+    file: Any = mapped_bytes(structure.file).untyped_storage()
+    storages: dict[str, Any] = {}
 
-    def __init__(self, structure: Structure, *, weights_alone: bool = False) -> None:
-        self._file: Any = mapped_bytes(structure.file).untyped_storage()
-        self._places = structure.places
-        self._storages: dict[str, Any] = {}
-        self._weights_alone = weights_alone
-        self._made: dict[int, Any] = {}  # so that shared objects stay shared
+    def make(leaf: Any) -> torch.Tensor:
+        if not isinstance(leaf, TensorInfo):
+            raise NotPlainError(leaf.kind if isinstance(leaf, Opaque) else type(leaf).__name__)
+        if not is_plain(leaf) or (leaf.is_parameter and not weights_alone):
+            raise NotPlainError(leaf.kind or leaf.dtype)
+        storage: Any = leaf.storage
+        if storage.key not in storages:  # its numbers are a part of the mapped file
+            start = structure.places[storage.key]
+            storages[storage.key] = file[start : start + storage.size_bytes]
+        empty: Any = torch.empty(0, dtype=dtype_of(leaf.dtype), device="cpu")
+        mapped: torch.Tensor = empty.set_(storages[storage.key], leaf.offset, leaf.shape, leaf.strides)
+        return mapped
 
-    def build(self, value: Any, depth: int = 0) -> Any:
-        kind = type(value)
-        if kind in _ATOMS:
-            return value
-        if depth > MAX_DEPTH:
-            raise RecursionError
-        if id(value) in self._made:
-            return self._made[id(value)]
-        built: Any
-        if isinstance(value, TensorInfo):
-            if not is_plain(value) or (value.is_parameter and not self._weights_alone):
-                raise NotPlainError(value.kind or value.dtype)
-            storage: Any = value.storage
-            if storage.key not in self._storages:  # its numbers are a part of the mapped file
-                start = self._places[storage.key]
-                self._storages[storage.key] = self._file[start : start + storage.size_bytes]
-            empty: Any = torch.empty(0, dtype=dtype_of(value.dtype), device="cpu")
-            built = empty.set_(self._storages[storage.key], value.offset, value.shape, value.strides)
-        elif kind in (dict, OrderedDict, Counter):
-            built = kind()
-            for key, item in value.items():
-                built[self.build(key, depth + 1)] = self.build(item, depth + 1)
-            if attributes := getattr(value, "__dict__", None):
-                vars(built).update(self.build(attributes, depth + 1))
-        elif kind in (list, tuple):
-            built = kind(self.build(item, depth + 1) for item in value)
-        else:
-            raise NotPlainError(value.kind if isinstance(value, Opaque) else kind.__name__)
-        self._made[id(value)] = built
-        return built
+    return make
+
+
+def _rebuilt(value: Any, make: Callable[[Any], Any], made: dict[int, Any], depth: int = 0) -> Any:
+    """Copy dictionaries, lists and tuples, with ``make(leaf)`` in place of other parts. What is shared stays shared."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if depth > MAX_DEPTH:
+        raise RecursionError
+    if id(value) in made:
+        return made[id(value)]
+    built: Any
+    if kind in (dict, OrderedDict, Counter):
+        built = kind()
+        for key, item in value.items():
+            built[_rebuilt(key, make, made, depth + 1)] = _rebuilt(item, make, made, depth + 1)
+        if attributes := getattr(value, "__dict__", None):  # the _metadata of a state_dict
+            vars(built).update(_rebuilt(attributes, make, made, depth + 1))
+    elif kind in (list, tuple):
+        built = kind(_rebuilt(item, make, made, depth + 1) for item in value)
+    else:
+        built = make(value)
+    made[id(value)] = built
+    return built
 
 
 _ATOMS = frozenset({str, int, float, bool, bytes, bytearray, type(None)})
@@ -162,18 +164,7 @@ class NotPlainError(Exception):
 
 def holds_tensors(value: Any) -> bool:
     """Return whether a described value is or holds a tensor."""
-    stack, seen = [value], set[int]()
-    while stack:
-        part = stack.pop()
-        if isinstance(part, (TensorInfo, StorageInfo)):
-            return True
-        if id(part) not in seen:
-            seen.add(id(part))
-            if isinstance(part, Opaque):
-                stack += part.state, part.items
-            elif isinstance(part, (dict, list, tuple)):
-                stack += part.values() if isinstance(part, dict) else part
-    return False
+    return any(isinstance(part, (TensorInfo, StorageInfo)) for part in parts_of(value))
 
 
 def is_plain(tensor: Any) -> bool:
@@ -250,7 +241,7 @@ def with_numbers(
                 numbers[part.file] = mapped_bytes(shards[part.file].file).untyped_storage()
         return moved(_joined(leaf, numbers), map_location)
 
-    return _put_in_place(content, replaced, {})
+    return _rebuilt(content, replaced, {})
 
 
 class LazyTensor(torch.Tensor):
@@ -284,18 +275,6 @@ class LazyTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._make().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-def _put_in_place(content: Any, made: Callable[[Any], Any], copies: dict[int, Any]) -> Any:
-    """Copy dictionaries and lists, and replace each leaf by ``made(leaf)``."""
-    if id(content) not in copies:
-        if type(content) in (dict, OrderedDict, list):
-            copies[id(content)] = container = copy.copy(content)  # with the _metadata of a state_dict
-            for key, item in enumerate(content) if isinstance(content, list) else content.items():
-                container[key] = _put_in_place(item, made, copies)
-        else:
-            copies[id(content)] = made(content)
-    return copies[id(content)]
 
 
 def _joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:

@@ -132,17 +132,15 @@ def load_weights(
             what = f"the class {name}. Create a model: load_weights({name}(...), path)"
         raise TypeError(f"load_weights needs a torch.nn.Module, got {what}.")
     path = checkpoint_at(path)
-    content, unread = read_weights(path, weights_only=weights_only)
+    content, classes, objects = read_weights(path, weights_only=weights_only)
     entries = weights_in(content, path)
-    unopened = [
-        f"{printable(k)} ({printable(kind)})" for values in unread.values.values() for k, kind in values.items()
-    ]
+    unopened = [f"{printable(key)} ({printable(kind)})" for kinds in objects.values() for key, kind in kinds.items()]
     note = f"\n  not opened, because this would run code: {shortened(unopened)}" if unopened else ""
     with errors_about(path, type(model), note):
         fit = fit_weights(model, entries, root, strict)
         plan, loaded = copy_weights(model, fit)
     warn_of_what_is_left(path, model, fit)
-    return _report(str(path), fit, plan, loaded, unread.classes)
+    return _report(str(path), fit, plan, loaded, classes)
 
 
 def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fit) -> None:

@@ -24,7 +24,6 @@ from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, list_group
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import (
     check_numbers,
-    check_repetition,
     choose_entry,
     errors_about,
     is_dense,
@@ -34,6 +33,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     weights_in,
     whole_weights,
 )
+from lightning_gpu_tools.checkpoints.torch_loading import LazyTensor
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.files import writing
 from lightning_gpu_tools.units import plural, printable, printable_path
@@ -43,6 +43,9 @@ _SAFETENSORS_DTYPES = {
     for name, dtype in DTYPE_OF_SAFETENSORS.items()
     if hasattr(torch, dtype)  # F8_E8M0 since torch 2.7
 }
+
+# In addition to the numbers in the file. Our default, a float32 mask of 16,384 x 16,384.
+_MAX_REPEATED_BYTES = 1 << 30
 
 
 def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
@@ -115,7 +118,7 @@ def convert(
     """
     as_safetensors = target.endswith(".safetensors")
     leaves_out_rest = as_safetensors or weights_only
-    content, unread = read_weights(source) if leaves_out_rest else (read_checkpoint(source), None)
+    content, unread, _ = read_weights(source) if leaves_out_rest else (read_checkpoint(source), (), {})
     entries = weights_in(content, source)
     entry = choose_entry(source, entries, entry)
     others = others_of_this_model(entry, entries)
@@ -154,8 +157,7 @@ def convert(
     if others:
         named = ", ".join(map(quoted, others))
         done.append(f"without {named} (select with --entry)" if only_weights else f"also converted {named}")
-    if unread is not None:
-        done.append(describe_unread(unread.classes))
+    done.append(describe_unread(unread))
     return f"{printable_path(target)}: {', '.join(filter(None, done))}"
 
 
@@ -165,8 +167,14 @@ def _converted(
     """Return the weights with new names and precision, still tied, without the rest of their storages."""
     converted = plan.apply(weights)
     check_numbers(path, converted)
-    if dtype is not None or as_safetensors:
-        check_repetition(path, {key: value for key, value in converted.items() if is_dense(value)})
+    for key, value in converted.items() if dtype is not None or as_safetensors else ():
+        if not is_dense(value) or isinstance(value, LazyTensor):
+            continue
+        if value.nbytes > value.untyped_storage().nbytes() + _MAX_REPEATED_BYTES:  # 1 KiB can describe 256 GiB
+            raise CheckpointError(
+                f"{printable_path(path)} stores {quoted(key)} of shape {tuple(value.shape)} in far fewer numbers. "
+                "Remove it, or convert the file to .pt without --dtype."
+            )
     identity = same_tensors(converted)
     made: dict[Hashable, Any] = {}
     beyond_range = []

@@ -224,13 +224,13 @@ def _verify(args: argparse.Namespace) -> int:
         structure, unread = verify_checkpoint(args.file)
     if args.json:
         found = {"path": args.file, "sound": True, "checksums": structure.has_checksums, "bytes": structure.size_bytes}
-        _print({**found, "unread": unread.classes})
+        _print({**found, "unread": unread})
     else:
         sound = "all checksums match"
         if not structure.has_checksums:
             sound = "the structure is valid (this format has no checksums)"
         size, took = format_bytes(structure.size_bytes), format_duration(time.monotonic() - start)
-        note = f"; {describe_unread(unread.classes)}" if unread.classes else ""
+        note = f"; {describe_unread(unread)}" if unread else ""
         _print(f"{printable_path(args.file)}: {sound}, {size} in {took}{note}")
     return 0
 

@@ -55,6 +55,10 @@ SPELLINGS: dict[str, tuple[Callable[[Any], Mapping[str, Any]], str]] = {
     "an AveragedModel": (lambda raw: {"net": raw, "swa_model": AVERAGED_MODEL}, "swa_model"),
     "Lightning's SWA": (in_lightning(SWA, AVERAGE), SWA),
     "an attribute": (lambda raw: below(["net"], raw) | below(["ema_net"], AVERAGE), "ema_net."),
+    "ema-pytorch in a module": (
+        lambda raw: below(["net"], raw) | below(["ema"], in_ema_pytorch(raw, AVERAGE)),
+        "ema.ema_model.",
+    ),
     "ema-pytorch": (lambda raw: {"model": raw, "ema": in_ema_pytorch(raw, AVERAGE)}, "ema.ema_model."),
     "mmengine": (
         lambda raw: {"state_dict": raw, "ema_state_dict": {"steps": torch.tensor(3), **below(["module"], AVERAGE)}},

@@ -82,7 +82,7 @@ def test_a_pickled_module_has_the_weights_of_its_state_dict(make: Callable[[], n
     model.register_buffer("scratch", torch.ones(2), persistent=False)
     model.alias = next(model.children())  # a module in two places
     torch.save(model, tmp_path / "a.pt")
-    weights, _ = read_weights(tmp_path / "a.pt")
+    weights, *_ = read_weights(tmp_path / "a.pt")
     expected = model.state_dict()
     assert list(weights) == list(expected)
     assert all(torch.equal(weights[key], expected[key]) for key in expected)

@@ -134,11 +134,6 @@ def _check_ranks(shards: Shards) -> None:
 def _join_stages_1_and_2(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
     """Yield the parameters of stages 1 and 2, where each rank has a part of one row of numbers per group."""
     states = [shard.content[_OPTIMIZER] for shard in optimizers]
-    if "zero_stage" not in states[0]:
-        raise Fault(
-            "is from a DeepSpeed optimizer whose partitions zero_to_fp32.py cannot read either",
-            f"The weights that it was trained with are in its {_WHOLE_MODEL}.",
-        )
     paddings = states[0].get("param_alignment_paddings") or [[0] * len(shapes) for shapes in param_shapes]
     if {len(paddings), *(len(state[_GROUPS]) for state in states)} != {len(param_shapes)}:
         raise damaged(_DAMAGE)
