@@ -38,7 +38,6 @@ DTYPE_OF_SAFETENSORS = {
 }  # fmt: skip
 # Names by Hugging Face's tools: model.safetensors.index.json or .index.fp16.json, and model-00001-of-00002.safetensors.
 INDEX = re.compile(r".+\.index(\.\w+)?\.json")
-_SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.\w+")
 PART = re.compile(r".+-\d{5}-of-(?!00001\.)\d{5}\.\w+")
 FILES = re.compile(rf"{INDEX.pattern}|{PART.pattern}")
 _MAX_INDEX_BYTES = 128 << 20  # a million weights
@@ -104,9 +103,6 @@ def describe_folder(folder: Folder, names: set[str], *, to_load: bool) -> Struct
         if not file_of or not all(isinstance(name, str) for name in file_of.values()):
             raise ValueError("no names of files")
     files = folder.check_names(file_of.values())
-    numbered = [match for match in map(_SHARD.fullmatch, files) if match]
-    if len(numbered) == len(files) and {int(match[1]) for match in numbered} != set(range(1, int(numbered[0][2]) + 1)):
-        raise Fault(f"lists only {len(numbered)} of {int(numbered[0][2])} shards", RESTORE)
     shards = {shard: folder.describe(shard) for shard in files}
     return assembled(folder.path, shards[files[0]].format, shards, files, lambda contents: _merged(file_of, contents))
 
