@@ -1,19 +1,18 @@
-"""A program that uses one of Lightning's packages, and imports this one before it, as sorted imports do.
+"""A program that imports one of Lightning's packages after this one, as sorted imports do, and once it is told to.
 
-``python either_package.py PACKAGE FOLDER`` prints what became of everything, as JSON.
+``python either_package.py FOLDER`` prints what became of everything, as JSON.
 """
 
-import contextlib
 import importlib
-import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_gpu_tools import GPUUtilizationMonitor, PortableCheckpointIO, load_report
+from lightning_gpu_tools import FreeMemoryCUDAAccelerator, GPUUtilizationMonitor, PortableCheckpointIO, load_report
 from lightning_gpu_tools.strategies import FreeMemoryDDPStrategy
 
 
@@ -27,10 +26,20 @@ class MyStrategy(FreeMemoryDDPStrategy):
         self.mine = mine
 
 
+def refusal(make: Any) -> str:
+    try:
+        make()
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+refusals = [refusal(FreeMemoryCUDAAccelerator), refusal(GPUUtilizationMonitor)]
+(package,) = re.findall(r"Import lightning or (\w+) before", refusals[1])
 plugin, strategy = PortableCheckpointIO(), MyStrategy(mine=7, find_unused_parameters=False)
-pl: Any = importlib.import_module(sys.argv[1])
-monitor = MyMonitor()
-folder = Path(sys.argv[2])
+pl: Any = importlib.import_module(package)
+monitor, accelerator = MyMonitor(), FreeMemoryCUDAAccelerator()
+folder = Path(sys.argv[1])
 
 
 class Model(pl.LightningModule):  # type: ignore[misc, name-defined]
@@ -95,31 +104,19 @@ trainer:
 
 
 def command_line() -> dict[str, Any]:
-    (folder / "config.yaml").write_text(CONFIG.replace("PACKAGE", sys.argv[1]))
-    cli = importlib.import_module(f"{sys.argv[1]}.cli").LightningCLI
-
-    def run(*arguments: str) -> Any:
-        return cli(Model, run=False, save_config_callback=None, args=["--config", f"{folder}/config.yaml", *arguments])
-
-    def shown(*arguments: str) -> str:
-        with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
-            run(*arguments)
-        return text.getvalue()
-
-    trainer = run().trainer
-    options = ("min_free", "wait", "find_unused_parameters", "timeout")
-    help_text = shown("--trainer.strategy.help=lightning_gpu_tools.strategies.FreeMemoryDDPStrategy")
+    (folder / "config.yaml").write_text(CONFIG.replace("PACKAGE", package))
+    cli = importlib.import_module(f"{package}.cli").LightningCLI
+    arguments = ["--config", f"{folder}/config.yaml"]
+    trainer = cli(Model, run=False, save_config_callback=None, args=arguments).trainer
     (own,) = [one for one in trainer.callbacks if isinstance(one, GPUUtilizationMonitor)]
     return {
         "interval_s": own.interval_s,
         "inner": type(trainer.strategy.checkpoint_io.inner).__module__,
         "unused": trainer.strategy._ddp_kwargs["find_unused_parameters"],
-        "printed": "find_unused_parameters: true" in shown("--print_config"),
-        "help": [name for name in options if f"--trainer.strategy.{name}" in help_text],
     }
 
 
 if __name__ == "__main__":
-    found = {"training": train(), "cli": command_line()}
+    found = {"refusals": refusals, "training": train(), "cli": command_line()}
     roots = {name.partition(".")[0] for name in sys.modules}
     print(json.dumps({**found, "imported": sorted(roots & {"lightning", "pytorch_lightning", "lightning_fabric"})}))

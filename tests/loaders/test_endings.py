@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from loader_switching import CHANGES, LOADERS, Hanging, SwitchAt, arguments, train
+from loader_switching import CHANGES, LOADERS, SwitchAt, arguments, train
 from rank_processes import run_ranks
 from torch.utils.data import DataLoader, get_worker_info
 from trainings import Model, Raise, Samples, quiet_trainer
 
 from lightning_gpu_tools import NumWorkersFinder
-from lightning_gpu_tools.loaders.workers import Batches
 
 ITERATORS = ("_MultiProcessingDataLoaderIter", "_SingleProcessDataLoaderIter", "Pass")
 
@@ -26,11 +25,6 @@ ITERATORS = ("_MultiProcessingDataLoaderIter", "_SingleProcessDataLoaderIter", "
 # How long torch waits here for one worker whose iterator was dropped in a reference cycle. It is 5 s, which a machine
 # that is busy may take for the rest, too.
 STALL_S = 60.0
-
-
-@pytest.fixture
-def stalls_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", STALL_S)
 
 
 def open_files() -> set[tuple[str, str]]:
@@ -44,8 +38,10 @@ def iterators() -> set[int]:
 
 
 @pytest.mark.parametrize("end", ["the last epoch", "a limit", "an exception"])
-@pytest.mark.usefixtures("stalls_are_long")
-def test_nothing_is_left_without_the_garbage_collector(tmp_path: Path, end: str) -> None:
+def test_nothing_is_left_without_the_garbage_collector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", STALL_S)
     before, after = CHANGES[5]
     gc.collect()
     gc.disable()
@@ -64,17 +60,6 @@ def test_nothing_is_left_without_the_garbage_collector(tmp_path: Path, end: str)
         assert took_s < STALL_S
     finally:
         gc.enable()
-
-
-@pytest.mark.usefixtures("stalls_are_long")
-def test_workers_that_hang_are_killed_all_at_once() -> None:
-    batches = Batches(DataLoader(Hanging(10, begins_at=1), num_workers=3))
-    next(batches)
-    workers = list(batches.workers)
-    began_s = time.monotonic()
-    batches.close(grace_s=0.2)
-    assert time.monotonic() - began_s < STALL_S  # which torch takes for each, and does not get rid of it
-    assert not any(worker.is_alive() for worker in workers)
 
 
 def interrupt_search(folder: Path, rank: int) -> None:

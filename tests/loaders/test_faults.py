@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -60,21 +59,12 @@ def switch_later() -> Iterator[Callable[..., list[int]]]:
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize(
-    ("action", "said", "persistent"),
-    [
-        (fall, "OSError: cannot be loaded here", False),
-        (lambda: os.kill(os.getpid(), signal.SIGBUS), "killed by SIGBUS: most likely /dev/shm is full", True),
-    ],
-)
-def test_a_fault_under_other_settings_goes_back_to_the_original_ones(
-    switch_later: Callable[..., list[int]], action: Callable[[], object], said: str, persistent: bool
-) -> None:
-    with pytest.warns(UserWarning, match="The original settings were restored") as warned:
-        seen = switch_later(DataLoader(Act(action), batch_size=None), settings(2, persistent), epochs=2)
+def test_a_fault_under_other_settings_goes_back_to_the_original_ones(switch_later: Callable[..., list[int]]) -> None:
+    said = r"OSError: cannot be loaded here.* original settings were restored"
+    with pytest.warns(UserWarning, match=said) as warned:
+        seen = switch_later(DataLoader(Act(fall), batch_size=None), settings(2, persistent=True), epochs=2)
     assert seen == IN_ORDER * 2
-    (warning,) = [str(one.message) for one in warned if "original settings" in str(one.message)]
-    assert said in warning
+    assert len([one for one in warned if "original settings" in str(one.message)]) == 1
 
 
 def test_a_worker_that_hangs_is_not_waited_for_for_ever(

@@ -1,4 +1,4 @@
-"""Loaders inside of what a loop iterates, or what a Trainer gets."""
+"""Loaders inside of what a loop iterates, or what a Trainer gets; and the shape of a batch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from trainings import Samples
 
 from lightning_gpu_tools.loaders.held import loaders_in
-from lightning_gpu_tools.loaders.settings import settings_of
+from lightning_gpu_tools.loaders.settings import batch_shape, settings_of
 
 
 def quiet(loader: Iterable[Any]) -> tqdm[Any]:
@@ -54,3 +55,18 @@ def test_several_loaders_have_names() -> None:
     keyed = loaders_in({"real": one, "noise": [other, [1, 2]]})
     assert [(found.name, found.loader) for found in keyed] == [('"real"', one), ('"noise"', other), ('"noise"', [1, 2])]
     assert [found.name for found in loaders_in([one, other])] == ["number 1", "number 2"]
+
+
+IMAGES = [torch.zeros(3, 80, 60), torch.zeros(3, 50, 90)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape"),
+    [
+        ((torch.zeros(16, 3, 8, 8), torch.zeros(16)), (16, 3, 8, 8)),
+        (([*IMAGES, IMAGES[0]], [{}, {}, {}]), (3, 3, 80, 90)),  # as torchvision's models for detection get them
+        ((3, torch.zeros(2)), None),
+    ],
+)
+def test_a_list_of_images_is_as_large_as_it_is_long(batch: Any, shape: tuple[int, ...] | None) -> None:
+    assert batch_shape(batch) == shape

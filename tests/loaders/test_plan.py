@@ -142,8 +142,6 @@ TRAINED = Step(0.01, wait_s=0.04, error_s=0.001)
     [
         # Without workers, only the stand-in for the step can differ: 10 ms, plus the noise.
         (case(step=TRAINED), trial(0, 0.0525, wait_s=0.04)),
-        (case(step=TRAINED), trial(0, 0.0475, wait_s=0.04)),
-        (case(step=TRAINED, original=workers(1)), trial(1, 0.058)),
         (case(step=TRAINED, original=workers(1)), trial(1, 0.043)),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from loader_switching import Hanging, frozen_states
+from loader_switching import Hanging, frozen_states, shorten_trials
 from torch.utils.data import DataLoader, RandomSampler
 from trainings import Samples
 
@@ -25,7 +25,8 @@ from lightning_gpu_tools.loaders.plan import Step
 LOAD_S, STEP_S = 0.02, 0.005
 
 
-def test_a_loader_that_waits_gets_workers_and_is_not_touched() -> None:
+def test_a_loader_that_waits_gets_workers_and_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_trials(monkeypatch.setattr)
     generator = torch.Generator().manual_seed(4)
     samples = Samples(90, time.sleep, LOAD_S)
     sampler = RandomSampler(samples, generator=generator)
@@ -88,7 +89,8 @@ def test_what_cannot_be_tried_keeps_its_settings_with_the_reason(loader: Any, wh
     assert not result.trials
 
 
-def test_items_that_hang_end_the_search_within_its_budget() -> None:
+def test_items_that_hang_end_the_search_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 60.0)  # torch's wait for each worker
     began_s = time.monotonic()
     result = find_loader_settings(DataLoader(Hanging(9), num_workers=3), 0.01, budget_s=2)
     assert time.monotonic() - began_s < 60  # the item alone takes 1,000

@@ -33,26 +33,29 @@ def train(folder: Path, model: Model, steps: int = STEPS) -> Report:
 
 
 class Waits(Model):
-    """Has the host wait for the GPU every so many steps, by a function of the test."""
+    """Gives its loss to a function of the test every so many steps."""
 
-    def __init__(self, wait: Callable[[torch.Tensor], object], every: int = 1) -> None:
+    def __init__(self, use: Callable[[Model, torch.Tensor], object], every: int = 1) -> None:
         super().__init__()
-        self.wait, self.every = wait, every
+        self.use, self.every = use, every
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         occupy(0.020)
         loss = super().training_step(batch, batch_idx)
         if batch_idx % self.every == 0:
-            self.wait(loss)
+            self.use(self, loss)
         time.sleep(0.020)
         return loss
 
 
-def item(loss: torch.Tensor) -> None:
+def item(model: Model, loss: torch.Tensor) -> None:
     loss.item()
 
 
-@pytest.mark.follows("Remove .item(), .cpu(), float(), print, nonzero and synchronize() there, or call them every 50")
+@pytest.mark.follows(
+    "Remove .item(), .cpu(), float(), print, nonzero and synchronize() there, or call them every 50",
+    "Pass the tensor itself to self.log",
+)
 def test_a_line_that_waits_for_the_gpu_is_named(tmp_path: Path) -> None:
     report = train(tmp_path, Waits(item))
     first = report.diagnosis.findings[0]
@@ -63,32 +66,10 @@ def test_a_line_that_waits_for_the_gpu_is_named(tmp_path: Path) -> None:
     assert 1.2 < first.ceiling < 2.3  # of 40 ms, the 20 of the GPU or of the host are left, and what a busy host adds
     every = re.search(r"or call them every (\d+) steps", first.advice)
     assert every is not None
-    followed = train(tmp_path, Waits(item, int(every[1])))
-    assert "device_sync" not in [one.cause for one in followed.diagnosis.findings]
-
-
-class Logs(Model):
-    """Logs its loss in each step, as a number or as the tensor."""
-
-    def __init__(self, *, as_number: bool) -> None:
-        super().__init__()
-        self.as_number = as_number
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        occupy(0.020)
-        loss = super().training_step(batch, batch_idx)
-        self.log("mine", loss.item() if self.as_number else loss.detach())
-        time.sleep(0.020)
-        return loss
-
-
-@pytest.mark.follows("Pass the tensor itself to self.log")
-def test_a_tensor_that_is_logged_waits_for_nothing(tmp_path: Path) -> None:
-    first = train(tmp_path, Logs(as_number=True)).diagnosis.findings[0]
-    assert first.cause == "device_sync"
     assert "Pass the tensor itself to self.log" in first.advice
-    followed = train(tmp_path, Logs(as_number=False))
-    assert "device_sync" not in [one.cause for one in followed.diagnosis.findings]
+    log = Waits(lambda model, loss: model.log("mine", loss.detach()))
+    for model in (Waits(item, int(every[1])), log):
+        assert "device_sync" not in [one.cause for one in train(tmp_path, model).diagnosis.findings]
 
 
 @pytest.mark.follows("Set DataLoader(pin_memory=True) (now False)")

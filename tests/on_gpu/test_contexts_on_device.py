@@ -16,8 +16,6 @@ from lightning_gpu_tools.training import compat
 
 pytestmark = pytest.mark.usefixtures("two_gpus")
 
-MIB = 2**20
-
 
 def train_on_the_second(folder: Path, rank: int) -> None:
     """Train a loop on GPU 1 without making it the current one, then with a Trainer; write where contexts were made."""

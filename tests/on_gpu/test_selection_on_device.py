@@ -124,25 +124,6 @@ def test_what_the_report_says_to_ask_for_is_enough(asked: str, tmp_path: Path) -
     assert "--min-free" not in sentence(*advised.split())
 
 
-def test_memory_that_the_holder_uses_by_now_does_not_count_twice() -> None:
-    claimed, effective, free, known = answer("""
-selection = select_gpus(min_free="4GiB")
-selection.apply()
-buffer = torch.zeros(2**30, device="cuda")  # 4 GiB
-os.environ.pop("LIGHTNING_GPU_TOOLS_JOB")
-from lightning_gpu_tools.gpus import nvml
-from lightning_gpu_tools.selection import claims
-from lightning_gpu_tools.selection.ranking import effective_free_bytes
-(gpu,) = [gpu for gpu in nvml.read_gpus() if gpu.uuid == selection.uuids[0]]
-with claims.read_ledger(claims.directory()) as ledger:
-    (claim,) = ledger.claims([process.pid for process in gpu.processes or ()])
-known = os.getpid() in claim.process_ids
-print(json.dumps([claim.memory_bytes, effective_free_bytes(gpu, [claim]), gpu.memory_free_bytes, known]))
-""")
-    # In a container the driver names the processes of the host; then the claim counts in full.
-    assert effective == (free if known else free - claimed)
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -88,8 +88,3 @@ def test_a_loop_with_fabric_samples_and_logs_its_gpu(tmp_path: Path) -> None:
     assert report.diagnosis.gpu_idle_percent["data_loading"] > 40
     assert 0 < report.gpus[0].utilization_percent_mean < 60
     assert logged(Path(logger.log_dir))["gpu/0/utilization_percent/mean"]
-
-
-# --- facts that cannot be read
-
-STEPS = 80

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched_jobs import free_port
 
 from lightning_gpu_tools.simulated import Machine, SimulatedCudaError
 
@@ -58,24 +57,6 @@ def start() -> Iterator[Start]:
 def answer(start: Start) -> Callable[..., Any]:
     """``answer(machine, code)``: what a program prints in its last line, as JSON."""
     return lambda *arguments, **environment: ended(start(*arguments, **environment))
-
-
-@pytest.fixture
-def start_ranks(start: Start) -> Callable[..., list[subprocess.Popen[str]]]:
-    """``start_ranks(machine, 2, code)``: the ranks of a job, as torchrun would start them."""
-
-    def run(machine: Machine, ranks: int, *program: Any, **environment: str) -> list[subprocess.Popen[str]]:
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
-        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        return [start(machine, *program, **{**job, **place, **environment}) for place in places]
-
-    return run
-
-
-@pytest.fixture
-def answer_of_ranks(start_ranks: Callable[..., list[subprocess.Popen[str]]]) -> Callable[..., list[Any]]:
-    """``answer_of_ranks(machine, 2, code)``: what each rank prints in its last line, as JSON."""
-    return lambda *arguments, **environment: [ended(one) for one in start_ranks(*arguments, **environment)]
 
 
 def ended(program: subprocess.Popen[str]) -> Any:

@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from plugin_trainings import (  # noqa: F401 - a fixture
 from torch import nn
 from wrapped_models import compiled
 
+import lightning_gpu_tools
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
 
@@ -67,20 +69,6 @@ def test_every_entry_point_of_the_trainer_loads_through_the_plugin(tmp_path: Pat
     run.fit_loop.max_epochs = 4
     run.fit(source, ckpt_path="last")
     assert run.current_epoch == 4
-
-
-def test_resuming_is_bitwise_the_same_as_not_having_stopped(tmp_path: Path) -> None:
-    wrapping = "compile(DataParallel)"
-    straight, whole = Lit(wrapping), trainer(tmp_path, epochs=4)
-    whole.fit(straight)
-    _, first = trained(tmp_path, wrapping, epochs=2)
-    resumed = Lit(wrapping, seed=9)
-    again = trainer(tmp_path, epochs=4)
-    again.fit(resumed, ckpt_path=tmp_path / "a.ckpt")
-    assert same(straight, resumed)
-    assert not same(straight, first)
-    mine, theirs = (run.optimizers[0].state_dict()["state"] for run in (again, whole))
-    assert all(torch.equal(mine[i][name], theirs[i][name]) for i in theirs for name in theirs[i])
 
 
 def test_ema_weights_and_the_raw_ones_are_both_renamed(tmp_path: Path) -> None:
@@ -182,3 +170,48 @@ def test_wrapped_keys_are_never_stored_without_a_word(tmp_path: Path, monkeypatc
     run.fit(Lit("DataParallel"))
     with pytest.warns(UserWarning, match="keep the prefixes of wrappers: no Trainer that has begun a run"):
         run.save_checkpoint(tmp_path / "a.ckpt")
+
+
+class Manual(Lit):
+    """Several optimizers, as a GAN has them, or none."""
+
+    def __init__(self, optimizers: int) -> None:
+        super().__init__()
+        self.automatic_optimization, self.number = False, optimizers
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.loss(batch))
+        for optimizer in self.trainer.optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam([parameter]) for parameter in [*self.net.parameters()][: self.number]]
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_several_optimizers_or_none_are_resumed(number: int, tmp_path: Path) -> None:
+    first, again = trainer(tmp_path), trainer(tmp_path, epochs=3)
+    first.fit(Manual(number))
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    again.fit(Manual(number), ckpt_path=tmp_path / "a.ckpt")
+    assert again.current_epoch == 3
+
+
+@pytest.mark.follows("To start a new run from its weights, call ")
+def test_fit_refuses_weights_alone_and_load_weights_takes_them(tmp_path: Path) -> None:
+    _, source = trained(tmp_path)
+    content, path = torch.load(tmp_path / "a.ckpt"), tmp_path / "weights.ckpt"
+    for stored in (
+        {name: content[name] for name in ("pytorch-lightning_version", "state_dict")},
+        content["state_dict"],
+    ):
+        torch.save(stored, path)
+        model, untrained = Lit(seed=1), Lit(seed=1)
+        with pytest.raises(CheckpointMismatchError, match=r'no "optimizer_states" .*save_weights_only=True') as refusal:
+            trainer(tmp_path).fit(model, ckpt_path=path)
+        assert same(model, untrained)
+    advice = re.search(r"call lightning_gpu_tools\.(\w+), and fit without ckpt_path", str(refusal.value))
+    assert advice is not None
+    getattr(lightning_gpu_tools, advice[1])(model, path)
+    assert same(model, source)
+    trainer(tmp_path).fit(model)

@@ -18,7 +18,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from plugin_trainings import Lit, make_net, no_tracing, same, saves_after_a_fit, trained, trainer, weights  # noqa: F401 - a fixture
-from rank_processes import run_ranks
 
 from lightning_gpu_tools import load_from_checkpoint, load_weights
 from lightning_gpu_tools.checkpoints import torch_loading
@@ -261,19 +260,3 @@ def test_an_inner_plugin_that_writes_nothing_is_refused(tmp_path: Path) -> None:
     trained(tmp_path, "DataParallel", plugin)
     plugin.teardown()
     assert "net.0.weight" in torch.load(tmp_path / "a.ckpt")["state_dict"]
-
-
-def train_save_and_test(folder: Path, rank: int) -> None:
-    torch.compiler.set_stance("force_eager")
-    run, model = trainer(folder, strategy="ddp", devices=2), Lit("DataParallel")
-    run.fit(model)
-    run.save_checkpoint(folder / "two.ckpt")
-    target = Lit("compile", seed=1)
-    trainer(folder, strategy="ddp", devices=2).test(target, ckpt_path=folder / "two.ckpt", verbose=False)
-    assert same(model, target)
-
-
-def test_two_ranks_save_one_file_and_load_it(tmp_path: Path) -> None:
-    results = run_ranks(tmp_path, train_save_and_test)
-    assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
-    assert next(iter(torch.load(tmp_path / "two.ckpt")["state_dict"])) == "net.0.weight"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from trainings import Boom, Model, Raise, Samples, burn, loader, quiet_trainer
+from trainings import Model, Samples, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder
 from lightning_gpu_tools.runs import session
@@ -37,15 +36,11 @@ class Fetching(Model):
         return self.layer(batch).square().mean() / 1e4
 
 
-AT_STEP = 100  # a fit that ends with an exception; what Lightning does then is short in comparison
-
-
 @pytest.mark.parametrize(
     ("model", "samples", "callbacks", "options"),
     [
         pytest.param(Model, Samples(STEPS), [], {"val_check_interval": 10}, id="validation in mid-epoch"),
         pytest.param(Fetching, Samples(STEPS), [], {"limit_val_batches": 0}, id="dataloader_iter"),
-        pytest.param(Model, Samples(STEPS), [Raise(at_step=AT_STEP)], {"max_epochs": 3}, id="exception"),
         pytest.param(Model, Samples(200, burn, 0.001), [NumWorkersFinder(budget_s=0.5)], {}, id="loader search"),
     ],
 )
@@ -55,8 +50,7 @@ def test_a_report_explains_where_the_time_went(
     watch = Watch()
     own = [GPUUtilizationMonitor(report=False), GPUUtilizationAdvisor(min_steps=5, min_seconds=0), watch]
     trainer = quiet_trainer(tmp_path, callbacks=[*own, *callbacks], **options)
-    with contextlib.suppress(Boom):
-        trainer.fit(model(), loader(samples), loader(Samples(4)))
+    trainer.fit(model(), loader(samples), loader(Samples(4)))
     assert watch.clock.steps > 0
     assert watch.clock.wall_s == pytest.approx(sum(watch.clock.seconds.values()))
     assert watch.clock.seconds.get("unexplained", 0.0) / watch.clock.wall_s <= 0.05

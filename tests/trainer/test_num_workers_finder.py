@@ -24,9 +24,9 @@ from lightning_gpu_tools.advice import loader_plan
 from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.types import LoaderResult
 
-# A batch takes twelve times as long as a step, and both are waiting, which no load of the machine shortens: workers
+# A batch takes nine times as long as a step, and both are waiting, which no load of the machine shortens: workers
 # are faster than none whatever else the machine does.
-LOAD_S, STEP_S = 0.048, 0.004
+LOAD_S, STEP_S = 0.036, 0.004
 
 
 @pytest.fixture(autouse=True)

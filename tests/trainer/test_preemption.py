@@ -140,20 +140,12 @@ def test_a_slurm_job_is_saved_and_requeued_after_a_step(tmp_path: Path, monkeypa
     scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said')
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    model = validated()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    slurm = [SLURMEnvironment(auto_requeue=True)]
-    expected = everything(train(tmp_path / "whole", model, 7, saves=False, plugins=slurm), model)
-    model = validated()
-    model.load_state_dict(weights)
     asking = Ask(20, "on_after_backward", signal.SIGUSR1)
-    train(tmp_path / "asked", model, 7, more=[asking], saves=False, plugins=slurm)  # goes on until SLURM ends it
-    assert (tmp_path / "said").read_text() == "requeue 3\n"
-    # Without a path, Lightning takes its own file.
-    for number, path in enumerate((None, tmp_path / "asked" / "last.ckpt")):
-        model = validated()
-        resumed = everything(train(tmp_path / "asked", model, 99 + number, path, saves=False, plugins=slurm), model)
-        assert [name for name in expected if not same(expected[name], resumed[name])] == []
+    slurm = partial(SLURMEnvironment, auto_requeue=True)
+    with stopped_and_resumed(tmp_path, [asking], slurm, is_asked=False, saves=False) as resume:  # SLURM would end it
+        assert (tmp_path / "said").read_text() == "requeue 3\n"
+        for path in (None, tmp_path / "killed" / "last.ckpt"):  # without a path, Lightning takes its own file
+            resume(path)
 
 
 def test_a_run_stopped_before_its_first_step_ends_at_once(tmp_path: Path) -> None:
@@ -200,6 +192,7 @@ def train_again(folder: Path, rank: int, *, hit: tuple[int, int, int] | None = N
         accelerator="cpu",
         devices=ranks,
         strategy="ddp" if ranks > 1 else "auto",
+        plugins=[PortableCheckpointIO()],
         max_epochs=2,
         logger=False,
         enable_progress_bar=False,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from advised import code_in, diagnosed, settings_in
+from loader_switching import shorten_trials
 from own_loops import Network
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -26,8 +27,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowG
 
 
 @pytest.fixture(autouse=True)
-def many_samples_of_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sample many lines, and try few settings."""
     monkeypatch.setattr(line_sampler, "MEAN_S", 1 / 100)
+    shorten_trials(monkeypatch.setattr)
 
 
 class Photos(Samples):

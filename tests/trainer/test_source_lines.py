@@ -18,34 +18,12 @@ from trainings import Boom, Model, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.training import line_sampler
 from lightning_gpu_tools.training.line_sampler import WorkerLines
 from lightning_gpu_tools.training.phases import DATA_LOADING
 
 ENOUGH = 40  # samples, so that a busy machine's few at other lines do not matter
 MAX_STEPS = 5_000
-
-
-class Until(Callback):
-    """Trains until enough samples of a phase were taken, and validation was run."""
-
-    def __init__(self, phase: str) -> None:
-        self.phase = phase
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        (monitor,) = (one for one in trainer.callbacks if isinstance(one, GPUUtilizationMonitor))  # type: ignore[attr-defined]
-        assert monitor._session is not None
-        has_validated = monitor._session.clock.validations or not trainer.val_dataloaders
-        if has_validated and seen(monitor._session.recorder, self.phase) >= ENOUGH:
-            trainer.should_stop = True
-
-
-def seen(recorder: RunRecorder | None, phase: str) -> int:
-    assert recorder is not None
-    lines = recorder.lines.seen(recorder.loaders.workers.pids)
-    return sum(one.samples for one in lines if one.phase.startswith(phase))
 
 
 @pytest.fixture(autouse=True)
@@ -68,18 +46,26 @@ def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not any(map(os.path.exists, folders))
 
 
-def train(
-    folder: Path, phase: str, *data: Any, callbacks: tuple[Callback, ...] = (), model: Any = Model, **options: Any
-) -> Report:
-    monitor, advisor = GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=5, min_seconds=0.01)
-    trainer = quiet_trainer(folder, callbacks=[monitor, advisor, *callbacks, Until(phase)], max_epochs=-1, **options)
-    trainer.fit(model(), *data)
-    assert trainer.global_step < MAX_STEPS
-    return load_report(folder)
+class Until(Callback):
+    """Trains until enough samples of the loader were taken."""
+
+    def __init__(self, monitor: GPUUtilizationMonitor) -> None:
+        self.monitor = monitor
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        assert self.monitor._session is not None
+        recorder = self.monitor._session.recorder
+        assert recorder is not None
+        lines = recorder.lines.seen(recorder.loaders.workers.pids)
+        trainer.should_stop = sum(one.samples for one in lines if one.phase == DATA_LOADING) >= ENOUGH
 
 
 def test_the_loaders_line_is_named_everywhere(tmp_path: Path) -> None:
-    report = train(tmp_path, DATA_LOADING, loader(Decoded(MAX_STEPS)))
+    monitor, advisor = GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=5, min_seconds=0.01)
+    trainer = quiet_trainer(tmp_path, callbacks=[monitor, advisor, Until(monitor)])
+    trainer.fit(Model(), loader(Decoded(MAX_STEPS)))
+    assert trainer.global_step < MAX_STEPS
+    report = load_report(tmp_path)
     finding = next(one for one in report.diagnosis.findings if one.cause == "data_loading")
     line = str(finding.evidence["source_lines"])
     decode = f"{os.path.relpath(decoding.__file__)}:{decoding.LINE} in decode"

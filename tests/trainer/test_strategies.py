@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import re
 from pathlib import Path
 from typing import Any
 
@@ -109,34 +108,17 @@ def test_ddp_on_the_cpu_is_plain_ddp(cuda: Driver, recwarn: pytest.WarningsRecor
     assert not [one for one in recwarn if "FreeMemory" in str(one.message)]
 
 
-@pytest.mark.parametrize(
-    ("built_for", "missing", "mask", "why"),
-    [
-        (None, False, None, r"This PyTorch \(.*\) was built without CUDA"),
-        ("13.0", True, None, r"libnvidia-ml\.so\.1"),
-        ("13.0", False, "9", r"CUDA_VISIBLE_DEVICES='9' shows none: it names GPU 9; there "),
-    ],
-    ids=["cpu-build", "no-driver", "hidden"],
-)
 def test_ddp_warns_once_why_it_trains_on_the_cpu(
-    driver: Driver,
-    monkeypatch: pytest.MonkeyPatch,
-    recwarn: pytest.WarningsRecorder,
-    built_for: str | None,
-    missing: bool,
-    mask: str | None,
-    why: str,
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr(torch.version, "cuda", built_for)
-    if mask is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
     driver.gpus = [gpu()]
-    with driver.change():
-        driver.library_missing = missing
     made = trainer("ddp_free_memory", devices=1)
     assert made.strategy.root_device.type == "cpu"
     (warning,) = [str(one.message) for one in recwarn if "FreeMemory" in str(one.message)]
-    assert re.match(f"FreeMemoryDDPStrategy picks no GPU, and training runs on the CPUAccelerator. {why}", warning)
+    why = "CUDA_VISIBLE_DEVICES='9' shows none: it names GPU 9; there "
+    assert f"FreeMemoryDDPStrategy picks no GPU, and training runs on the CPUAccelerator. {why}" in warning
 
 
 CONFIG = """
