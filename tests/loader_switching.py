@@ -161,6 +161,20 @@ class Drawing(Model):
         self.states.append(frozen_states())
 
 
+class Watch(Callback):
+    """Notes what a training does from step to step."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[float]] = []
+        self.states: list[Any] = []
+        self.workers: list[int] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.batches.append(batch.flatten().tolist())
+        self.states.append(frozen_states())
+        self.workers.append(getattr(trainer.train_dataloader, "num_workers", -1))
+
+
 class SwitchAt(Callback):
     """A callback that changes the settings of all training loaders after some batches of an epoch."""
 

@@ -43,24 +43,25 @@ def table(*sections: str) -> dict[str, bool]:
 
 
 class Snapshot(NamedTuple):
-    """Every function of every module and class; settings of the process, and functions of a run's objects."""
+    """The contents of every module and class; settings of the process, and functions of a run's objects."""
 
-    functions: dict[str, Any]
+    contents: dict[str, dict[str, Any]]
     others: dict[str, Any]
 
 
 def snapshot(objects: Mapping[str, Sequence[Any]]) -> Snapshot:
     """Return the state of the process and of these objects, to be compared with :func:`changed`."""
-    return Snapshot(dict(_functions()), {**dict(_settings()), **dict(_of_objects(objects))})
+    return Snapshot(dict(_contents()), {**dict(_settings()), **dict(_of_objects(objects))})
 
 
 def changed(before: Snapshot, after: Snapshot) -> set[str]:
-    """Return the names of what differs, but not new modules and classes, nor their caches."""
-    old, new = before.functions, after.functions
-    parents = {name.rpartition(".")[0] for name in old}
-    split = {name: name.rpartition(".") for name in new.keys() - old.keys()}
-    added = {name for name, (parent, _, key) in split.items() if parent in parents and not key.startswith("_")}
-    found = added | {name for name in old.keys() & new.keys() if old[name] is not new[name]} | (old.keys() - new.keys())
+    """Return the names of functions and of the rest that differ, but not new modules and classes, nor their caches."""
+    found = set()
+    for owner in before.contents.keys() & after.contents.keys():
+        old, new = before.contents[owner], after.contents[owner]
+        for key in {key for key in old.keys() | new.keys() if old.get(key) is not new.get(key)}:
+            if _is_function(old.get(key)) or (_is_function(new.get(key)) and not key.startswith("_")):
+                found.add(f"{owner}.{key}")
     names = before.others.keys() | after.others.keys()
     return found | {name for name in names if not _same(before.others.get(name), after.others.get(name))}
 
@@ -87,17 +88,20 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and isinstance(one, (list, str, float, bool)) and one == other)
 
 
-def _functions() -> Iterator[tuple[str, Any]]:
+def _is_function(thing: object) -> bool:
+    return callable(thing) or hasattr(thing, "__get__")
+
+
+def _contents() -> Iterator[tuple[str, dict[str, Any]]]:
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in SKIPPED:
-            continue
-        short = name.removeprefix("lightning.pytorch.")  # the same module of pytorch_lightning keeps its long name
-        for key, value in list(getattr(module, "__dict__", {}).items()):
-            if callable(value):
-                yield f"{short}.{key}", value
-                if isinstance(value, type) and value.__module__ == name:
-                    own = [(name, one) for name, one in list(vars(value).items()) if hasattr(one, "__get__")]
-                    yield from ((f"{short}.{key}.{name}", one) for name, one in own)
+        if name.partition(".")[0] not in SKIPPED:
+            short = name.removeprefix("lightning.pytorch.")  # the same module of pytorch_lightning keeps its long name
+            inside = dict(getattr(module, "__dict__", {}))
+            yield short, inside
+            classes = {
+                key: one for key, one in inside.items() if issubclass(type(one), type) and one.__module__ == name
+            }
+            yield from ((f"{short}.{key}", dict(vars(one))) for key, one in classes.items())
 
 
 def _settings() -> Iterator[tuple[str, Any]]:

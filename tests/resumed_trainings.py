@@ -177,13 +177,14 @@ def train(
 ) -> Trainer:
     seed_everything(seed)
     saving = ModelCheckpoint(folder, every_n_train_steps=1 if saves else 10**9, save_top_k=-1, filename="{step}")
-    options = {"accelerator": "cpu", "max_epochs": 2, **options}
+    options = {"max_epochs": 2, **options}
     own = [] if any(isinstance(callback, ExactResume) for callback in more) else [ExactResume()]
     callbacks = [*more, *own, saving]
     trainer = Trainer(
         default_root_dir=folder,
         callbacks=callbacks,
         plugins=list(plugins),
+        accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

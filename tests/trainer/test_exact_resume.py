@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from loader_switching import shorten_trials
+from loader_switching import Watch, shorten_trials
 from resumed_trainings import (
     BATCH,
     Kill,
@@ -153,26 +153,16 @@ class Slow(Photos):
         return super().__getitem__(index)
 
 
-class Workers(Callback):
-    """Notes the number of workers at each step."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.seen.append(trainer.train_dataloader.num_workers)
-
-
 def test_the_finder_changes_workers_and_no_random_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_trials(monkeypatch.setattr)
     monkeypatch.setattr(plan, "STUDY_STEPS", 8)
-    outcomes, workers = [], Workers()
-    for more in ([], [workers, NumWorkersFinder()]):
+    outcomes, watch = [], Watch()
+    for more in ([], [watch, NumWorkersFinder()]):
         seed_everything(1)
         model = Model(partial(plain, Slow, shuffle=True))
         outcomes.append(everything(train(tmp_path, model, 7, more=more), model))
-    assert workers.seen[0] == 0
-    assert max(workers.seen) > 0
+    assert watch.workers[0] == 0
+    assert max(watch.workers) > 0
     assert same(*outcomes)
 
 

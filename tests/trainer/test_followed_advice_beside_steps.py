@@ -37,17 +37,13 @@ STEP_S = 0.01
 class SlowlyStarting(DataLoader[torch.Tensor]):
     """A loader whose workers take a second each to start."""
 
-    spend: Callable[[float], None]
+    def __init__(self, clock: HandClock, samples: int, **options: Any) -> None:
+        super().__init__(Samples(samples), batch_size=1, **options)
+        self.clock = clock
 
     def _get_iterator(self) -> Any:
-        self.spend(float(self.num_workers))
+        self.clock.spend(float(self.num_workers))
         return super()._get_iterator()
-
-
-def slowly_starting(clock: HandClock, samples: int, **options: Any) -> SlowlyStarting:
-    made = SlowlyStarting(Samples(samples), batch_size=1, **options)
-    made.spend = clock.spend
-    return made
 
 
 class Course:
@@ -108,12 +104,12 @@ def test_validation_in_fewer_epochs_takes_no_more_than_usual(tmp_path: Path, han
 def test_workers_of_validation_are_kept(tmp_path: Path, hand_clock: HandClock) -> None:
     course = Course(tmp_path, hand_clock, val_check_interval=40)
     train, now = loader(Samples(160)), {"num_workers": 2}
-    advice = advice_on(course.report(train, slowly_starting(hand_clock, 4, **now)), "validation")
+    advice = advice_on(course.report(train, SlowlyStarting(hand_clock, 4, **now)), "validation")
     assert "Keep the workers of the validation loader: DataLoader(" in advice
     assert "less often" not in advice
     kept = options_in(r"DataLoader\(\.\.\., (.*?)\)", advice)
     assert kept == {**now, "persistent_workers": True}
-    assert not advice_on(course.report(train, slowly_starting(hand_clock, 4, **kept)), "validation")
+    assert not advice_on(course.report(train, SlowlyStarting(hand_clock, 4, **kept)), "validation")
 
 
 @pytest.mark.follows("Validation spends {}% of its time waiting for its loader. {} DataLoader(")
@@ -131,8 +127,8 @@ def test_validation_with_the_advised_workers_is_shorter(tmp_path: Path) -> None:
 )
 def test_workers_that_are_kept_start_no_epoch_anew(tmp_path: Path, hand_clock: HandClock) -> None:
     course = Course(tmp_path, hand_clock, max_epochs=6)
-    advice = advice_on(course.report(slowly_starting(hand_clock, 30, num_workers=1)), "epoch_start")
-    kept = slowly_starting(hand_clock, 30, num_workers=1, **options_in(r"\((persistent_workers=True)\)", advice))
+    advice = advice_on(course.report(SlowlyStarting(hand_clock, 30, num_workers=1)), "epoch_start")
+    kept = SlowlyStarting(hand_clock, 30, num_workers=1, **options_in(r"\((persistent_workers=True)\)", advice))
     assert not advice_on(course.report(kept), "epoch_start")
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities import CombinedLoader
-from loader_switching import DrawsAlways, frozen_states, shorten_trials
+from loader_switching import DrawsAlways, Watch, shorten_trials
 from torch.utils.data import DataLoader, get_worker_info
 from trainings import Model, Samples, quiet_trainer
 
@@ -59,20 +59,6 @@ class Noisy(Model):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         torch.rand(1)
         return super().training_step(batch if self.key is None else batch[self.key], batch_idx)
-
-
-class Watch(Callback):
-    """Notes what a training does from step to step."""
-
-    def __init__(self) -> None:
-        self.batches: list[list[float]] = []
-        self.states: list[Any] = []
-        self.workers: list[Any] = []
-
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        self.batches.append(batch.flatten().tolist())
-        self.states.append(frozen_states())
-        self.workers.append(getattr(trainer.train_dataloader, "num_workers", -1))
 
 
 def train(

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
-from loader_switching import shorten_trials
+from lightning.pytorch import Callback, seed_everything
+from loader_switching import Watch, shorten_trials
 from rank_processes import run_ranks
 from torch.utils.data import DataLoader, get_worker_info
 from trainings import Model, Samples, quiet_trainer
 
 from lightning_gpu_tools import NumWorkersFinder
 
-LOAD_S, STEP_S = 0.05, 0.004  # so that workers help on a busy machine, too
+LOAD_S, STEP_S = 0.03, 0.004  # so that workers help on a busy machine, too
 
 
 class Faulty(Samples):
@@ -25,16 +25,6 @@ class Faulty(Samples):
         if os.environ["RANK"] == "1" and get_worker_info():
             raise OSError("only on rank 1")
         return super().__getitem__(index)
-
-
-class Watch(Callback):
-    def __init__(self) -> None:
-        self.workers: list[int] = []
-        self.batches: list[float] = []
-
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        self.workers.append(trainer.train_dataloader.num_workers)
-        self.batches.append(batch[0, 0].item())
 
 
 def train_each_way(folder: Path, rank: int) -> None:

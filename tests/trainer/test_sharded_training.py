@@ -44,6 +44,7 @@ def fit(folder: Path, max_steps: int, *, sharded: bool, ckpt_path: Path | None =
     trainer = quiet_trainer(
         folder,
         devices=2,
+        max_epochs=-1,
         max_steps=max_steps,
         limit_val_batches=0,
         strategy=strategy,

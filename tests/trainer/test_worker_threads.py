@@ -31,7 +31,7 @@ def train(calls):
 
     callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0, min_steps=20)]
     workers = loader(Photos(100_000), num_workers=2, worker_init_fn=one_thread)
-    quiet_trainer(sys.argv[1], callbacks=callbacks, max_steps=70).fit(Model(time.sleep, 0.001), workers)
+    quiet_trainer(sys.argv[1], callbacks=callbacks, max_steps=50).fit(Model(time.sleep, 0.001), workers)
     found = {one.cause: [one.advice, one.evidence] for one in load_report(sys.argv[1]).diagnosis.findings}
     print("FOUND", json.dumps(found), flush=True)
     return found
