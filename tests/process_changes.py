@@ -98,10 +98,9 @@ def _contents() -> Iterator[tuple[str, dict[str, Any]]]:
             short = name.removeprefix("lightning.pytorch.")  # the same module of pytorch_lightning keeps its long name
             inside = dict(getattr(module, "__dict__", {}))
             yield short, inside
-            classes = {
-                key: one for key, one in inside.items() if issubclass(type(one), type) and one.__module__ == name
-            }
-            yield from ((f"{short}.{key}", dict(vars(one))) for key, one in classes.items())
+            for key, one in inside.items():
+                if issubclass(type(one), type) and one.__module__ == name:
+                    yield f"{short}.{key}", dict(vars(one))
 
 
 def _settings() -> Iterator[tuple[str, Any]]:

@@ -79,7 +79,7 @@ def options_in(pattern: str, text: str) -> dict[str, Any]:
 )
 def test_less_validation_within_epochs_is_as_short_as_usual(tmp_path: Path, hand_clock: HandClock) -> None:
     course = Course(tmp_path, hand_clock, val_check_interval=10)
-    loaders = loader(Samples(160)), loader(Samples(20))
+    loaders = loader(Samples(400)), loader(Samples(20))
     advice = advice_on(course.report(*loaders), "validation")
     changes = re.findall(r"Trainer\((\w+=[\d.]+)\)", advice)
     assert [change.partition("=")[0] for change in changes] == ["val_check_interval", "limit_val_batches"]
