@@ -160,7 +160,7 @@ def test_the_finder_changes_workers_and_no_random_number(tmp_path: Path, monkeyp
     for more in ([], [watch, NumWorkersFinder()]):
         seed_everything(1)
         model = Model(partial(plain, Slow, shuffle=True))
-        outcomes.append(everything(train(tmp_path, model, 7, more=more), model))
+        outcomes.append(everything(train(tmp_path, model, 7, more=more, max_epochs=3), model))
     assert watch.workers[0] == 0
     assert max(watch.workers) > 0
     assert same(*outcomes)

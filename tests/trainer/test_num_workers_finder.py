@@ -67,10 +67,7 @@ def train(
     seed_everything(7)
     watch = Watch()
     trainer = quiet_trainer(folder, callbacks=[*callbacks, watch], **options)
-    trainer.fit(
-        model or Noisy(),
-        **({"datamodule": loader} if isinstance(loader, LightningDataModule) else {"train_dataloaders": loader}),
-    )
+    trainer.fit(model or Noisy(), loader)
     return watch
 
 
