@@ -15,7 +15,7 @@ from trainings import quiet_trainer
 from wrapped_models import WRAPPINGS
 
 import lightning_gpu_tools
-from lightning_gpu_tools import PortableCheckpointIO, load_from_checkpoint
+from lightning_gpu_tools import load_from_checkpoint
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, BrokenCheckpointError, UnsafeCheckpointError
 
@@ -55,7 +55,7 @@ class AnyArguments(LightningModule):
 
 
 def save_lit(model: LightningModule, path: Path) -> Path:
-    trainer = quiet_trainer(path.parent, plugins=[PortableCheckpointIO()])
+    trainer = quiet_trainer(path.parent)
     trainer.strategy.connect(model)
     trainer.save_checkpoint(path, weights_only=True)
     return path
