@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from lightning_gpu_tools.memory.readings import Block, MemoryHoldings, MemoryRea
 from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
-    HeldContext,
     IdleTimes,
     LoaderSettings,
     LoadingFacts,
@@ -213,9 +212,9 @@ def an_error(
     )
 
 
-def failed(*, contexts: Sequence[HeldContext] = (), **options: Any) -> MemoryFacts:
-    """Return the same error of a run on this GPU, whose ranks have these CUDA contexts."""
-    return gpu_run(STEP, 95.0, contexts=tuple(contexts)), an_error(**options)
+def failed(**options: Any) -> MemoryFacts:
+    """Return the same error of a run on this GPU."""
+    return gpu_run(STEP, 95.0), an_error(**options)
 
 
 STEPS_OF_64 = counted_steps(64, 8 * GIB, 18 * GIB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -82,6 +82,7 @@ class OutOfMemory:
     allocator: str = ""  # torch's settings, as the environment sets them: "PYTORCH_ALLOC_CONF=..."; empty if unknown
     uuid: str | None = None  # of the GPU
     gpus: tuple[GpuReading, ...] = ()  # of the machine
+    strays: Mapping[int, int] = field(default_factory=dict)  # PID -> rank of those of this job on other GPUs
     orphans: tuple[int, ...] = ()  # processes on this GPU whose parent has ended
     oom_kills: int = 0  # by the kernel, during the run
 

@@ -220,15 +220,20 @@ def _with_gpus(found: OutOfMemory, recorder: RunRecorder | None, run: Run) -> Ou
         free_bytes=gpu.memory_free_bytes if found.free_bytes is None else found.free_bytes,
         others=tuple(one._replace(is_foreign=one.pid in foreign) for one in found.others),
     )
-    job_pids, watch = None, None
-    if recorder is not None:
-        recorder.ranks.exchange.read_node()
-        job_pids, watch = recorder.ranks.pids_on_node(), recorder.gpus.watch
-    if not listed or job_pids is None or not nvml.pids_are_ours() or foreign:
+    if recorder is None or not listed or not nvml.pids_are_ours() or foreign:
+        return found
+    recorder.ranks.exchange.read_node()
+    job_pids, watch = recorder.ranks.pids_on_node(), recorder.gpus.watch
+    if job_pids is None:
         return found
     own_bytes = sum(one.memory_used_bytes or 0 for one in listed if one.pid == os.getpid())
     others = largest_first(one for one in listed if one.pid != os.getpid())
-    found = replace(found, own_bytes=found.own_bytes or own_bytes or None, others=others)
+    found = replace(
+        found,
+        own_bytes=found.own_bytes or own_bytes or None,
+        others=others,
+        strays=recorder.ranks.ranks_elsewhere(own.uuid),
+    )
     if watch is None:
         return found
     windows = watch.trained_on()

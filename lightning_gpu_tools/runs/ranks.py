@@ -1,4 +1,4 @@
-"""The facts that ranks exchange: speed, warnings, other nodes' GPUs, each GPU's memory, and contexts."""
+"""The facts that ranks exchange: speed, warnings, other nodes' GPUs, and each GPU's memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_gpu_tools.training.phases import (
 )
 from lightning_gpu_tools.training.rank_exchange import Entry, RankExchange, RankPlace
 from lightning_gpu_tools.training.rank_waits import RankWaits
-from lightning_gpu_tools.training.run_measurements import HeldContext, RankStep, SourceLine, StepBlock
+from lightning_gpu_tools.training.run_measurements import RankStep, SourceLine, StepBlock
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.units import number_ranges
 
@@ -53,7 +53,6 @@ class Ranks:
         # In the entries of all ranks:
         self.steps: tuple[RankStep, ...] = ()
         self.batch_sizes: list[int] = []  # in samples: the largest that fits each rank's GPU
-        self.others_contexts: list[HeldContext] = []
         self._place = place
         self._reader = reader
         self._pids: frozenset[int] | None = None
@@ -71,6 +70,12 @@ class Ranks:
                 self._pids = frozenset(pids)
         return self._pids
 
+    def ranks_elsewhere(self, uuid: str | None) -> Mapping[int, int]:
+        """Return PID -> rank of the ranks on this node that train on another GPU than this one."""
+        entries = self.exchange.entries()
+        on_node = (entry for entry in entries if entry["node"] == self._place.node)
+        return {entry["pid"]: entry["rank"] for entry in on_node if entry["gpu"] != uuid}
+
     def finish(self, timeout_s: float) -> list[str]:
         """On rank 0, wait for the last entries of the others; return sentences about missing facts."""
         late = self.exchange.finish(timeout_s)
@@ -84,9 +89,6 @@ class Ranks:
         """Process the entries of the ranks: on rank 0, in the thread of the exchange."""
         self.steps = steps_of(entries)
         self.batch_sizes = not_none(entry.get("largest_batch_size") for entry in entries)
-        others = (entry for entry in entries if entry["rank"] != self._place.rank)
-        contexts = [context for entry in others for context in entry.get("contexts", ())]
-        self.others_contexts = msgspec.convert(contexts, list[HeldContext])
         for entry in entries:
             if "metrics" in entry and entry["turn"] > self._turns.get(entry["rank"], 0):
                 self._turns[entry["rank"]] = entry["turn"]

@@ -1,4 +1,4 @@
-"""The GPUs of a run: names and UUIDs, the sampler of this node's, a rank's use of their memory, and its contexts."""
+"""The GPUs of a run: names and UUIDs, the sampler of this node's, and a rank's use of their memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
 from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.selection.visibility import shown_uuid
-from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import SafeReader
-from lightning_gpu_tools.training.run_measurements import HeldContext
 
 
 def gpu_readings(devices: Iterable[torch.device]) -> tuple[GpuReading, ...]:
@@ -81,26 +79,28 @@ def mean_utilization(windows: Sequence[GpuWindow]) -> float | None:
 
 
 class RunGpus:
-    """What a rank knows of GPUs: samples of this node's, if it has their ``watch``, its memory and its contexts."""
+    """What a rank knows of GPUs: samples of this node's, if it has their ``watch``, and its memory."""
 
     def __init__(self, run: Run, watch: GpuWatch | None, reader: SafeReader) -> None:
         self.watch = watch
         self._run = run
         self._read = reader.read
-        self._seen: set[torch.device] = set()  # other GPUs with a context
-        self._held_bytes: dict[str | None, int | None] = {}
 
     def windows(self, phase: Phase = "training") -> Sequence[GpuWindow]:
         """Return the whole run so far of each GPU of this node that trains."""
         watch, nothing = self.watch, tuple[GpuWindow, ...]()
         return nothing if watch is None else self._read("the GPU's metrics", lambda: watch.trained_on(phase), nothing)
 
+    @property
+    def own_uuid(self) -> str | None:
+        """UUID of this rank's GPU; ``None`` without one."""
+        return None if self._run.gpu is None else gpu_readings([self._run.gpu])[0].uuid
+
     def own_utilization(self, windows: Sequence[GpuWindow]) -> float | None:
         """Return the mean utilization of this rank's GPU in percent; ``None`` if it is the only one, or unknown."""
         if self._run.gpu is None or len(self._run.gpus) == 1:
             return None
-        (own,) = gpu_readings([self._run.gpu])
-        return mean_utilization([window for window in windows if window.uuid == own.uuid])
+        return mean_utilization([window for window in windows if window.uuid == self.own_uuid])
 
     def with_driver(self, memory: RankMemory) -> RankMemory | None:
         """Return this rank's own counts with its GPU, and with the driver's samples if it has them."""
@@ -112,44 +112,3 @@ class RunGpus:
             return memory
         own_pids = None if self.watch.own_pids is None else tuple(sorted(self.watch.own_pids))
         return replace(memory, samples=tuple(self.watch.noted_memory()), own_pids=own_pids)
-
-    def contexts(self) -> tuple[HeldContext, ...]:
-        """Return this process's CUDA contexts, on its own GPU and on others by mistake, without creating one.
-
-        There are none if it sees fewer than two GPUs, or has not started CUDA. Their memory is read from the driver
-        when a new one appears on another GPU.
-        """
-        return self._read("CUDA contexts", self._contexts, ())
-
-    def _contexts(self) -> tuple[HeldContext, ...]:
-        gpu, place, has_context = self._run.gpu, self._run.place, compat.find(compat.HAS_CONTEXT)
-        if gpu is None or has_context is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return ()
-        own = torch.device("cuda", torch.cuda.current_device() if gpu.index is None else gpu.index)
-        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        there = [device for device in devices if has_context(device.index)] if len(devices) > 1 else []
-        others = {*there} - {own}
-        if not others <= self._seen:
-            self._held_bytes = {}
-            with contextlib.suppress(NvmlUnavailableError):
-                from lightning_gpu_tools.gpus import nvml  # imports pynvml
-
-                # Nothing if the driver does not know this process's PID.
-                readings = nvml.read_gpus(limit_s=limits.LIMIT_S) if nvml.pids_are_ours() else ()
-                processes = ((gpu.uuid, process) for gpu in readings for process in gpu.processes or ())
-                held = {uuid: process.memory_used_bytes for uuid, process in processes if process.pid == os.getpid()}
-                self._held_bytes = held
-        self._seen |= others
-        return tuple(
-            HeldContext(
-                rank=place.rank,
-                node=place.node,
-                pid=os.getpid(),
-                gpu=reading.index,
-                uuid=str(reading.uuid),
-                is_own=device == own,
-                held_bytes=self._held_bytes.get(reading.uuid),
-                reserved_bytes=torch.cuda.memory_reserved(device),
-            )
-            for device, reading in zip(there, gpu_readings(there), strict=True)
-        )

@@ -30,7 +30,6 @@ from lightning_gpu_tools.training.cores import CoreUse, CoreUsers, in_reach
 from lightning_gpu_tools.training.dataset import DatasetGrowth, Storage, path_of_data, storage_of
 from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.run_measurements import (
-    HeldContext,
     LoadingFacts,
     Quantity,
     RunMeasurements,
@@ -91,7 +90,7 @@ class RunRecorder:
         self.cores = CoreUse(users, self.reader, local_ranks=run.place.local_ranks)
         self.loaders = RunLoaders(run, clock, self.lines.waits, self.reader, self.cores.began.children_cpu_s)
         self.ranks = Ranks(name, run.place, store, self.reader)
-        self.ranks.exchange.publish(pid=os.getpid(), contexts=[*map(asdict, self.gpus.contexts())])
+        self.ranks.exchange.publish(pid=os.getpid(), gpu=self.gpus.own_uuid)
         if self.memory is not None and watch is not None:
             self.memory.when_read = watch.note_memory
 
@@ -213,7 +212,6 @@ class RunRecorder:
             "own_step": None if own is None else asdict(own),
             "waits": own_waits(self.run, clock, waits),
             "largest_batch_size": self.largest_batch_size,
-            "contexts": [*map(asdict, self.gpus.contexts())],
         }
         if self._is_monitored and watch is not None and self.run.place.rank != 0:
             metrics, facts["troubles"] = watch.take_metrics()
@@ -240,10 +238,6 @@ class RunRecorder:
         if memory is None:
             return None
         return read("the use of the GPU's memory", partial(self.gpus.with_driver, memory), None)
-
-    def contexts(self) -> tuple[HeldContext, ...]:
-        """Return the CUDA contexts of all ranks, as far as received."""
-        return (*self.gpus.contexts(), *self.ranks.others_contexts)
 
     # All of it
 
@@ -309,7 +303,6 @@ class RunRecorder:
             recompiled=read("the compilations of torch.compile", self.compilations.facts, None),
             lines=self._source_lines(),
             ranks=self.ranks.steps,
-            contexts=self.contexts(),
             precision=read("the precision", lambda: run.precision, None),
             matmul_precision=read("the precision of matrix products", compat.matmul_precision, None),
             spans=clock.timeline.spans(),

@@ -66,7 +66,6 @@ class Session:
         self.last_step = -1  # of the clock: the last sampled step
         self._logs: int | None = None
         self._next_log_s = 0.0  # by the clock
-        self._next_check_of_contexts = 0
         self._alarms = 0  # of the memory's history, that were passed on
         self._warned: set[str] = set()
         self.has_finished = False
@@ -207,7 +206,6 @@ class Session:
             if is_first:
                 compilation_s = self.recorder.reader.read("the compilations", self.recorder.compilations.total_s, 0.0)
                 self.startup.end(compilation_s)
-                self.clock.as_own_work(self.recorder.gpus.contexts)
                 if self._is_monitored and self.run.place.rank == 0:
                     self.clock.as_own_work(self._warn_of_shortcomings, self.recorder)
 
@@ -236,15 +234,9 @@ class Session:
 
     def _log(self, recorder: RunRecorder, step: int) -> None:
         self.warn(*self._faults)
-        # Memory that grows, and, less and less often, contexts on GPUs of other ranks.
-        alarms, exchange = recorder.history.alarms[self._alarms :], recorder.ranks.exchange
+        alarms = recorder.history.alarms[self._alarms :]  # memory that grows
         self._alarms += len(alarms)
-        has_strays = False
-        is_due = self.run.place.rank == 0 and self.clock.steps >= self._next_check_of_contexts
-        if is_due and len(exchange.entries()) == exchange.ranks:
-            self._next_check_of_contexts = 2 * self.clock.steps
-            has_strays = any(not context.is_own for context in recorder.contexts())
-        if alarms or has_strays:
+        if alarms:
             self.warn(*(finding.advice for finding in early_warnings(replace(recorder.measurements(), growth=alarms))))
         if self.run.place.rank == 0 and self.gpus is not None:
             self._log_metrics(*self.gpus.take_metrics(), step)

@@ -175,9 +175,6 @@ QUEUE_IN_BACKWARD = "autograd.Variable._execution_engine.queue_callback"
 OUT_OF_MEMORY_OBSERVER = "_C._cuda_attach_out_of_memory_observer"
 # Records allocations, and reports whether someone does. Without them, there are no lines and no largest batch.
 MEMORY_RECORDER, IS_RECORDING_MEMORY = "cuda.memory._record_memory_history", "_C._cuda_isHistoryEnabled"
-# Reports whether this process has a CUDA context on a GPU. Without it, as in CPU builds, contexts on GPUs of other
-# ranks are not reported.
-HAS_CONTEXT = "_C._cuda_hasPrimaryContext"
 
 
 def find(path: str) -> Any:

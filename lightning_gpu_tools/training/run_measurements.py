@@ -299,20 +299,6 @@ class RankStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeldContext:
-    """A CUDA context of one rank: the memory that a process keeps on a GPU once it has used it."""
-
-    rank: int
-    node: int  # number of its node
-    pid: int  # PID of its process, as seen by itself
-    gpu: int  # device index of the GPU on the node
-    uuid: str  # of the GPU
-    is_own: bool  # whether the rank trains on this GPU
-    held_bytes: int | None = None  # memory of the process there; None if unknown, as in a container
-    reserved_bytes: int = 0  # the part of it that torch's allocator has reserved
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SlowSteps:
     """Steps that took more than twice the median, with most of the extra time in the same phase."""
 
@@ -387,7 +373,6 @@ class RunMeasurements:
     recompiled: tuple[Recompiled, ...] | None = None  # most time first; None without torch.compile
     lines: tuple[SourceLine, ...] = ()  # most frequent first
     ranks: tuple[RankStep, ...] = ()  # empty with one rank
-    contexts: tuple[HeldContext, ...] = ()  # of all ranks that see several GPUs
     dataset_growth: Sequence[GrownAttribute] = ()  # of the training loader's dataset
     spans: Sequence[PhaseSpan] = ()
     readings: Mapping[Quantity, Sequence[float]] = field(default_factory=dict)  # since the warm-up, at even intervals
