@@ -209,34 +209,24 @@ def last_run(folder: Path, ranks: int, **options: Any) -> tuple[int, list[str], 
     return first.returncode, re.findall(r"ENDED (\w+ \d+)", first.stdout), first.stdout + first.stderr
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
+@pytest.mark.parametrize(
+    ("ranks", "number", "ended"), [(1, signal.SIGKILL, -signal.SIGKILL), (2, signal.SIGTERM, 128 + signal.SIGTERM)]
+)
+def test_ranks_that_end_at_any_step_go_on_to_the_same_weights(
+    tmp_path: Path, ranks: int, number: int, ended: int
+) -> None:
+    """The last rank alone gets the signal; another number of workers makes no difference."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()
-    return whole, killed
-
-
-def test_a_training_after_kill_9_ends_with_the_same_weights(folders: tuple[Path, Path]) -> None:
-    whole, killed = folders
-    _, expected, output = last_run(whole, 1)
+    _, expected, output = last_run(whole, ranks)
     assert expected, output
-    step = random.randrange(4, 25)
-    code, _, output = last_run(killed, 1, hit=(step, 0, signal.SIGKILL))
-    assert code == -signal.SIGKILL, output
-    _, found, output = last_run(killed, 1, workers=1)
-    assert found == expected, (step, output)
-
-
-def test_all_ranks_save_one_step_if_one_of_them_is_asked(folders: tuple[Path, Path]) -> None:
-    whole, killed = folders
-    _, expected, output = last_run(whole, 2)
-    assert expected, output
-    step = random.randrange(3, 9)
-    code, _, output = last_run(killed, 2, hit=(step, 1, signal.SIGTERM), workers=1)
-    assert code == 128 + signal.SIGTERM, output
-    assert re.search(r"SIGTERM: saved step \d+ to .*last.ckpt in .* s. To continue, run the same command with ", output)
-    _, found, output = last_run(killed, 2)
+    step = random.randrange(4, 25 if ranks == 1 else 9)
+    code, _, output = last_run(killed, ranks, hit=(step, ranks - 1, number), workers=1)
+    assert code == ended, output
+    said = r"SIGTERM: saved step \d+ to .*last.ckpt in .* s. To continue, run the same command with "
+    assert bool(re.search(said, output)) == (number == signal.SIGTERM)
+    _, found, output = last_run(killed, ranks)
     assert found == expected, (step, output)
 
 
