@@ -1,6 +1,7 @@
 """Callbacks for every Trainer of the environment: nobody pays for them who does not use the package."""
 
 import importlib
+import json
 import re
 import subprocess
 from collections.abc import Callable
@@ -29,26 +30,15 @@ def new_trainer(package: str = PACKAGES[0], *plugins: PortableCheckpointIO) -> T
     return trainer(accelerator="cpu", plugins=[*plugins], logger=False, enable_progress_bar=False)
 
 
-TRAIN = """
-import warnings
+# A torch without torch.distributed is as if it were built with USE_DISTRIBUTED=0.
+BROKEN = """
+import json, os, sys, warnings
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-def train(name):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                          enable_model_summary=False, max_steps=2, limit_val_batches=0)
-        trainer.fit(BoringModel())
-    ours = [str(one.message) for one in caught if "lightning_gpu_tools" in str(one.message)]
-    print("TRAINED", name, trainer.global_step, len(ours), *ours, flush=True)
-"""
-# As torch is built with USE_DISTRIBUTED=0: its C extension lacks what torch.distributed is made of.
-BROKEN = """
-import os, sys
 before = set(sys.modules)
 from lightning_gpu_tools.trainer.entry_points import callbacks_factory
 callbacks_factory()
-print("IMPORTED", *sorted(set(sys.modules) - before), flush=True)
+print(json.dumps(sorted(set(sys.modules) - before)), flush=True)
 for name, advise in (
     ("torch.distributed", ""), ("lightning_gpu_tools.trainer.strategies", ""), ("psutil", "advise"),
 ):
@@ -57,31 +47,27 @@ for name, advise in (
             sys.modules[loaded] = None  # importing it raises an error
         sys.modules[name] = None
         os.environ["LIGHTNING_GPU_TOOLS"] = advise
-        train(name)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                              enable_model_summary=False, max_steps=2, limit_val_batches=0)
+            trainer.fit(BoringModel())
+        ours = [str(one.message) for one in caught if "lightning_gpu_tools" in str(one.message)]
+        print(json.dumps([name, trainer.global_step, ours]), flush=True)
         os._exit(0)
     os.wait()
 """
 
 
-def trained(answer: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str, str]]:
-    """Return, for each thing that was broken, the steps trained, the number of our warnings, and their text."""
-    lines = [line.split(" ", 4) for line in answer.stdout.splitlines() if line.startswith("TRAINED")]
-    return {name: (steps, warnings, " ".join(text)) for _, name, steps, warnings, *text in lines}
-
-
 def test_whatever_is_broken_a_trainer_trains(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    answer = run_python("-c", f"{TRAIN}{BROKEN}", timeout=150)
-    package = "lightning_gpu_tools"
-    trainer = f"{package}.trainer"
-    light = [package, f"{package}.environment", trainer, f"{trainer}.entry_points", f"{trainer}.import_hooks"]
-    assert f"IMPORTED {' '.join(light)}\n" in answer.stdout
-    found = trained(answer)
-    assert {name: (steps, count) for name, (steps, count, _) in found.items()} == {
-        "torch.distributed": ("2", "0"),
-        "lightning_gpu_tools.trainer.strategies": ("2", "0"),  # imported when a strategy is asked for
-        "psutil": ("2", "1"),
-    }, answer.stderr
-    assert found["psutil"][2].startswith("LIGHTNING_GPU_TOOLS=advise has no effect: ModuleNotFoundError(")
+    answer = run_python("-c", BROKEN, timeout=150)
+    imported, *trained = [json.loads(line) for line in answer.stdout.splitlines() if line.startswith("[")]
+    parts = ["", ".environment", ".trainer", ".trainer.entry_points", ".trainer.import_hooks"]
+    assert imported == [f"lightning_gpu_tools{part}" for part in parts]
+    assert [steps for _, steps, _ in trained] == [2, 2, 2], answer.stderr
+    *quiet, (said,) = [warnings for _, _, warnings in trained]
+    assert quiet == [[], []]  # strategies are imported when one is asked for
+    assert said.startswith("LIGHTNING_GPU_TOOLS=advise has no effect: ModuleNotFoundError(")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
