@@ -116,6 +116,11 @@ def test_idle_time_in_a_step_goes_to_one_reason_or_two(
     assert line is not None or not idle.syncs
 
 
+def test_time_with_a_cause_in_the_step_is_not_unexplained_as_well() -> None:
+    run = gpu_run(STEP, 50.0, **watched(line=42))
+    assert [finding.cause for finding in diagnose(run).findings] == ["device_sync"]
+
+
 # --- loading -----------------------------------------------------------------------------------------------------
 
 

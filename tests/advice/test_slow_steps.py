@@ -59,9 +59,11 @@ def test_slow_steps_are_named_with_their_phase_and_period(
         ({"training_step": every(4, 0.05)}, {"accumulate_grad_batches": 4}, []),
         ({"training_step": every(20, 0.03)}, {}, []),
         ({"callback__Slow": every(20, 0.4)}, {}, ["callback"]),
+        ({"data_loading": lambda number: 0.63 if number % 20 == 0 else 0.03}, {}, ["data_loading"]),
+        ({"unexplained": every(20, 0.4)}, {}, ["slow_steps"]),
         ({"training_step": every(50, 1.0)}, {"on_gpu": True, "utilization_percent": 97.0}, []),
     ],
-    ids=["one step", "accumulation", "small", "callback", "busy GPU"],
+    ids=["one step", "accumulation", "small", "callback", "loader", "unexplained", "busy GPU"],
 )
 def test_what_is_chance_or_has_another_cause_is_no_finding(
     seconds: dict[str, Callable[[int], float]], options: dict[str, Any], causes: list[str]
