@@ -34,7 +34,7 @@ from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.gpus.metrics import Series
 from lightning_gpu_tools.gpus.nvml import read_gpus
 from lightning_gpu_tools.reports.report_file import load_report, to_json
-from lightning_gpu_tools.runs import drawing
+from lightning_gpu_tools.runs.publish import wait_for_drawings
 from lightning_gpu_tools.units import printable
 
 STEERS = "$\\frac$```|[b]<i>\x1b[2J\x1b]0;x\x07\x9b31m\r\nFORGED\u2028FORGED\u202e"
@@ -323,7 +323,7 @@ def test_a_training_shows_hostile_names_harmlessly(
     trainer = quiet_trainer(folder, callbacks=callbacks, logger=False)
     with caplog.at_level(logging.INFO), pytest.raises(RuntimeError):
         trainer.fit(module, loader(Samples(60)))
-    drawing.wait()
+    wait_for_drawings()
     assert json.loads((own / "gpu_report.json").read_text())["outcome"].startswith(f"stopped by {name}")
     assert (own / "gpu_report.json").read_bytes().isascii()
     assert (own / "gpu_report.png").exists() or importlib.util.find_spec("matplotlib") is None

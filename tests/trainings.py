@@ -181,9 +181,8 @@ def logged(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def background_threads() -> list[threading.Thread]:
-    """Return this package's threads, except those that wait for a picture, perhaps of an earlier test's report."""
-    ours = (thread for thread in threading.enumerate() if "lightning-gpu-tools" in thread.name)
-    return [thread for thread in ours if not thread.name.endswith("-drawing")]
+    """Return this package's threads."""
+    return [thread for thread in threading.enumerate() if "lightning-gpu-tools" in thread.name]
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, module: ModuleType, gone: str) -> None:

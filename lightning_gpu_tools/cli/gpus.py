@@ -8,7 +8,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -19,13 +18,13 @@ from lightning_gpu_tools.processes import INIT
 from lightning_gpu_tools.selection import claims as all_claims
 from lightning_gpu_tools.selection import cuda
 from lightning_gpu_tools.selection.ranking import effective_free_bytes, is_outdated
-from lightning_gpu_tools.units import format_bytes, format_duration, line_width, number_ranges, printable
+from lightning_gpu_tools.units import format_bytes, format_duration, line_width, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _REFRESH_EVERY_S = 2.0
-_MIN_UUID = len("MIG-5e6f7a8b")
+_SHORT_UUID = len("MIG-5e6f7a8b")
 _MAX_NAME = len("NVIDIA RTX 6000 Ada Generation")  # longer ones are folded
 _MIN_AGE_S = 300.0  # our default: a process younger than five minutes may still be loading data
 _UTIL = 4  # the column
@@ -40,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Show every GPU of the machine, regardless of CUDA_VISIBLE_DEVICES: memory, utilization over the last seconds, "
         "processes, claims, MIG instances, and why a GPU cannot be used. A process is idle if it is older than five "
         "minutes and has no recent GPU activity. An idle process is left over if its parent has exited. A claim is "
-        "unused if it is older than five minutes and its user has no process on that GPU. Free MIG instances come "
-        "first, with one line for each kind. At most three claims of a user on a GPU are listed; others are counted. "
-        "With --by-user, show what each user uses and has claimed on all GPUs together; utilization adds up over GPUs."
+        "unused if it is older than five minutes and its user has no process on that GPU. At most three claims of a "
+        "user on a GPU are listed; others are counted. With --by-user, show what each user uses and has claimed on "
+        "all GPUs together."
     )
     parser.epilog = (
         "JSON: a list of the GPUs in PCI order with the fields of lightning_gpu_tools.types.GpuReading, in bytes and "
@@ -118,22 +117,23 @@ def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> dict[str, An
     return found
 
 
-def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Table:
+def _new_table(*columns: str) -> Table:
     from rich import box
     from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption_justify="left")
+    for name in columns:
+        is_number = name in ("GPU", "free", "total", "util", "memory")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    return table
+
+
+def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Table:
     from rich.text import Text
 
-    uuids = {str(instance.uuid) for gpu in gpus for instance in gpu.mig_instances}
-    # CUDA_VISIBLE_DEVICES also accepts the beginning of a UUID.
-    length = next(length for length in count(_MIN_UUID) if len({uuid[:length] for uuid in uuids}) == len(uuids))
-    rows = [row for gpu in gpus for row in _rows(gpu, claims, length)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("GPU", justify="right", no_wrap=True)
-    table.add_column("name", overflow="fold", no_wrap=max((len(row[1]) for row in rows), default=0) <= _MAX_NAME)
-    for number in ("free", "total", "util"):
-        table.add_column(number, justify="right", no_wrap=True)
-    table.add_column("used by", overflow="fold")
-    table.add_column("claimed by", overflow="fold")
+    rows = [row for gpu in gpus for row in _rows(gpu, claims)]
+    table = _new_table("GPU", "name", "free", "total", "util", "used by", "claimed by")
+    table.columns[1].no_wrap = max((len(row[1]) for row in rows), default=0) <= _MAX_NAME
     for row in rows:
         cells = [Text(cell) for cell in row]  # Text, so that rich does not take a bracket in a name for markup
         if row[_UTIL] != "?":
@@ -149,25 +149,19 @@ def _by_user(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> d
     places = [place for gpu in gpus for place in (gpu, *gpu.mig_instances)]
     read = [place for place in places if not place.mig_instances]
     used = [(gpu, process) for gpu in read for process in gpu.processes or ()]
-    claims_of: dict[str | None, list[GpuClaim]] = {process.user: [] for _, process in used}
-    for claim in claims or ():
-        claims_of.setdefault(claim.user, []).append(claim)
+    names = [*(process.user for _, process in used), *(claim.user for claim in claims or ())]
     users: list[dict[str, Any]] = []
-    for user, own_claims in claims_of.items():
+    for user in dict.fromkeys(names):
         mine = [(gpu, process) for gpu, process in used if process.user == user]
+        sizes = not_none(process.memory_used_bytes for _, process in mine)
+        own_claims = [claim for claim in claims or () if claim.user == user]
         claimed = [(place, claim) for place in places for claim in own_claims if claim.is_on(place.uuid)]
-        memory = not_none(process.memory_used_bytes for _, process in mine)
-        loads = not_none(process.utilization_percent for _, process in mine)
-        started = [(_state(process)["started_s"], process.pid, process.name) for _, process in mine]
-        running = [entry for entry in started if entry[0]]
         facts = {
             "user": user,
             "gpus": [*dict.fromkeys(gpu.number for gpu, _ in mine)],
-            "memory_used_bytes": sum(memory) if memory or not mine else None,
-            "utilization_percent": sum(loads) if loads else None,
+            "memory_used_bytes": sum(sizes) if sizes or not mine else None,
             "claimed_gpus": None if claims is None else [*dict.fromkeys(place.number for place, _ in claimed)],
             "claimed_memory_bytes": None if claims is None else sum(claim.memory_bytes or 0 for _, claim in claimed),
-            "longest_process": dict(zip(("started_s", "pid", "name"), min(running), strict=True)) if running else None,
         }
         users.append(facts)
     users.sort(key=lambda entry: (-(entry["memory_used_bytes"] or 0), str(entry["user"])))
@@ -175,29 +169,19 @@ def _by_user(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> d
 
 
 def _user_table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Table:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    def listed(numbers: Sequence[str] | None) -> str:
-        return "?" if numbers is None else f"{len(numbers)} ({', '.join(numbers)})" if numbers else ""
-
     found = _by_user(gpus, claims)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption_justify="left")
-    for name in ("user", "GPUs", "memory", "util", "claimed", "longest process"):
-        table.add_column(name, justify="right" if name in ("memory", "util") else "left", overflow="fold")
+    table = _new_table("user", "GPUs", "memory", "claimed GPUs", "claimed memory")
     for user in found["users"][:_MAX_USERS]:
-        load, longest, reserved = user["utilization_percent"], user["longest_process"], user["claimed_memory_bytes"]
-        since = "" if longest is None else format_duration(time.time() - longest["started_s"])
         cells = (
             "not visible from here" if user["user"] is None else printable(user["user"]),
-            listed(user["gpus"]),
+            ", ".join(user["gpus"]),
             _size(user["memory_used_bytes"]),
-            "?" if load is None and user["gpus"] else f"{load or 0:.0f}%",
-            listed(user["claimed_gpus"]) + (f", {format_bytes(reserved)}" if reserved else ""),
-            "" if longest is None else f"{printable(longest['name'] or '?')} (pid {longest['pid']}) for {since}",
+            "?" if claims is None else ", ".join(user["claimed_gpus"]),
+            _size(user["claimed_memory_bytes"]),
         )
-        table.add_row(*map(Text, cells))  # Text, so that rich does not take a bracket in a name for markup
+        table.add_row(*map(Text, cells))
     left = len(found["users"]) - _MAX_USERS
     notes = [f"and {left:,} more users"] if left > 0 else []
     if found["unknown_gpus"]:
@@ -206,27 +190,14 @@ def _user_table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -
     return table
 
 
-def _rows(gpu: GpuReading, claims: Sequence[GpuClaim] | None, uuid_length: int) -> Iterator[tuple[str, ...]]:
-    """Yield one row for a GPU, for the free MIG instances of each kind, and for each instance in use."""
-    in_use: list[tuple[str, ...]] = []
-    free: dict[tuple[str, ...], list[tuple[str, GpuReading]]] = {}
+def _rows(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> Iterator[tuple[str, ...]]:
+    """Yield a row for a GPU, and for each of its MIG instances."""
+    yield gpu.number, printable(gpu.name or "?"), *_cells(gpu, claims)
     for instance in gpu.mig_instances:
-        profile, cells = printable((instance.name or "?").rpartition(" MIG ")[2]), _cells(instance, claims)
-        name = f"{profile} {printable(str(instance.uuid)[:uuid_length])}"
-        if any(cells[-2:]):
-            in_use.append((instance.number, name, *cells))
-        else:
-            free.setdefault((profile, *cells[:-2]), []).append((name, instance))
-    *sizes, used_by, claimed_by = _cells(gpu, claims)
-    if gpu.mig_instances:
-        used_by += f", {len(gpu.mig_instances) - len(in_use)} free"
-    yield gpu.number, printable(gpu.name or "?"), *sizes, used_by, claimed_by
-    for (profile, *sizes), alike in free.items():
-        numbers = number_ranges(instance.mig_index or 0 for _, instance in alike)
-        short = numbers.replace(" to ", "-").replace(" and ", ",").replace(" ", "")
-        name = alike[0][0] if len(alike) == 1 else f"{len(alike)} x {profile}"
-        yield f"{gpu.index}:{short}", name, *sizes, "nobody", ""
-    yield from in_use
+        # CUDA_VISIBLE_DEVICES also accepts the beginning of a UUID.
+        profile, uuid = (instance.name or "?").rpartition(" MIG ")[2], str(instance.uuid)[:_SHORT_UUID]
+        *sizes, used_by, claimed_by = _cells(instance, claims)
+        yield instance.number, printable(f"{profile} {uuid}"), *sizes, used_by or "nobody", claimed_by
 
 
 def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> tuple[str, ...]:

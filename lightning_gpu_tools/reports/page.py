@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import html
 import math
+import os
+import signal
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
+from lightning_gpu_tools import files
 from lightning_gpu_tools.advice.findings import gain, label_of
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount
 from lightning_gpu_tools.reports.gpu_table import gpu_rows
-from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.reports.report import DRAWN, FILE_NAME, Report
+from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.reports.text import (
     LINE_COLUMNS,
     cause_phase,
@@ -25,6 +30,8 @@ from lightning_gpu_tools.reports.text import (
 )
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
+_TIMEOUT_S = 120  # our default: at its first import on a machine, matplotlib reads all fonts
+_NICENESS = 10  # our default: the next run has priority
 _MAX_TEXT = 1000  # characters
 _LONG = 24  # characters; a longer cell wraps
 # Of columns of the GPUs' table.
@@ -146,3 +153,28 @@ def _cell(tag: str, content: object) -> str:
     scope = ' scope="row"' if tag == "th" else ""
     css = ' class="text"' if len(str(content)) > _LONG else ""
     return f"<{tag}{scope}{css}>{_escaped(content)}</{tag}>"
+
+
+def draw(folder: str) -> None:
+    """Draw the report in a folder into that folder, in a separate process; if it fails, print why."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError("it took too long")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(_TIMEOUT_S)
+    os.nice(_NICENESS)
+    source = os.path.join(folder, FILE_NAME)
+    if not files.exists(source):  # the folder was removed, such as a temporary one
+        return
+    try:
+        from lightning_gpu_tools.reports.plot import png_of, svg_of  # imports matplotlib
+
+        report = load_report(source)
+        for name, content in zip(DRAWN, (png_of(report), render_page(report, svg_of(report)).encode()), strict=True):
+            if files.exists(source):
+                with files.writing(os.path.join(folder, name)) as target:
+                    target.write(content)
+    except Exception as error:  # noqa: BLE001 - a broken matplotlib, a full disk
+        reason = f"{type(error).__name__}: {printable(error, 300)}"
+        sys.stdout.write(f"The picture of the report could not be drawn: {reason}\n")

@@ -18,8 +18,7 @@ from lightning_gpu_tools.training.run_measurements import ACTIVITIES, LoaderResu
 
 FILE_NAME = "gpu_report.json"
 PREVIOUS_NAME = "gpu_report.previous.json"
-PLOT_NAME = "gpu_report.png"
-PAGE_NAME = "gpu_report.html"
+DRAWN = PLOT_NAME, PAGE_NAME = "gpu_report.png", "gpu_report.html"
 # The folder of the report if the run has no folder of its own, as with logger=False.
 FOLDER_NAME = "gpu_report"
 COMPLETED = "completed"

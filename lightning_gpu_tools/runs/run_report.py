@@ -1,43 +1,33 @@
-"""Make the report of a run, print it, and write it to the log directory."""
+"""The diagnosis and the report of a run: repeatedly while it runs, and at its end."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import logging
 import math
 import os
-import shlex
 import sys
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.findings import Diagnosis
+from lightning_gpu_tools.advice.findings import AT_END, Diagnosis
 from lightning_gpu_tools.environment import VERSION
+from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import process_id
-from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
-from lightning_gpu_tools.reports.page import render_page
-from lightning_gpu_tools.reports.report import COMPLETED, PREVIOUS_NAME, RUNNING, Report
-from lightning_gpu_tools.reports.report_file import WRITE_EVERY_S, ReportFile, run_folder
-from lightning_gpu_tools.reports.text import in_color, render_text
-from lightning_gpu_tools.runs import drawing
-from lightning_gpu_tools.runs.notify import notify
-from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.reports.report import RUNNING, Report
+from lightning_gpu_tools.reports.report_file import WRITE_EVERY_S, ReportFile
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.surroundings import claimed_bytes
 from lightning_gpu_tools.training.phases import MONITORING, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.units import printable, printable_path, wrapped
+from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
+from lightning_gpu_tools.units import check_percentage
 
 # Our default: the report is written at the start, after this time, and whenever the run has doubled in length. A killed
 # run loses at most half of its length, or a minute.
@@ -217,117 +207,56 @@ class RunningReport:
             self.file.save(dataclasses.replace(self._saved, outcome=outcome))
 
 
-def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
-    """Write the report, log its summary, print it, and start to draw its picture and page.
+def check_thresholds(min_utilization_percent: float, min_steps: int, min_seconds: float) -> dict[str, float]:
+    """Return the thresholds of a judgment by name; see ``GPUUtilizationAdvisor``.
 
-    A failure affects only its own part, and is printed.
+    Raises:
+        ValueError: One is out of range.
     """
-    lines = [""]
-    written: list[str] = []
-    path = ""
-    with _failure_added_to(lines, "The report could not be compared with the previous one"):
-        earlier = earlier_report(file.folder)
-        confirmation = None if earlier is None else confirm(report, earlier)
-        if confirmation is not None:
-            report = dataclasses.replace(report, confirmation=confirmation)
-    with _failure_added_to(lines, f"The report could not be written to {printable_path(file.folder)}"):
-        path = file.save(report)
-        written.append(f"Report: {_shown(path)}")
-        with _failure_added_to(lines, "The report could not be drawn"):
-            if names := drawing.start(report, file.folder, say):
-                written[0] += f" ({' and '.join(names)} will follow)"
-            elif report.diagnosis.verdict == "too_short":
-                written[0] += " (the run is too short for a picture)"
-    text = ""
-    with _failure_added_to(lines, "The report could not be shown"):
-        text = render_text(report)
-        lines.insert(1, in_color(text, report, sys.stdout))
-    if run is not None:
-        for logger in run.loggers:
-            with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
-                _log_summary(report, text, logger, run.logged_step - 1)
-    if path and report.diagnosis.verdict == "low":
-        written += _how_to_verify(file)
-    with _failure_added_to(lines, "The notification failed"):
-        diagnosis = report.diagnosis
-        texts = {"verdict": diagnosis.verdict, "why": diagnosis.why, "next_step": diagnosis.next_step}
-        is_end = report.outcome == COMPLETED
-        notify("end" if is_end else "error", file.folder, outcome=report.outcome, report=path, **texts)
-    say("\n".join([*lines, *written]))
+    check_percentage(min_utilization_percent, "min_utilization_percent")
+    if min_steps < 1:
+        raise ValueError(f"min_steps must be at least 1, got {min_steps!r}.")
+    if not min_seconds >= 0:
+        raise ValueError(f"min_seconds must not be negative, got {min_seconds!r}.")
+    return {"min_utilization_percent": min_utilization_percent, "min_steps": min_steps, "min_seconds": min_seconds}
 
 
-def _log_summary(report: Report, text: str, logger: Any, step: int) -> None:
-    """Log the diagnosis, the use of memory, and the report: as a page, or as text where a logger shows no page."""
-    parts = report.memory[0].parts_bytes if report.memory else {}
-    sizes = {f"memory_{name}_bytes": float(size) for name, size in parts.items()}
-    summary = {**report.diagnosis.summary(), **sizes}
-    separator = getattr(logger, "group_separator", "/")
-    named = {f"gpu_tools{separator}{name}": value for name, value in summary.items()}
-    numbers = {name: value for name, value in named.items() if isinstance(value, float) and math.isfinite(value)}
-    if numbers:
-        logger.log_metrics(metrics=numbers, step=step)
-    texts = {name: value for name, value in named.items() if isinstance(value, str)}
-    page = f"gpu_tools{separator}report"
-    # Lightning's loggers share no method for texts, and CSV files have no place for them. A page has no picture, which
-    # is not drawn yet.
-    experiment: Any = getattr(logger, "experiment", None)  # Lightning's base class does not have it
-    if hasattr(experiment, "add_text"):  # TensorBoard, which shows text as Markdown
-        for name, value in {**texts, page: textwrap.indent(text, "    ")}.items():
-            experiment.add_text(name, value, step)
-    elif hasattr(experiment, "set_tag"):  # MLflow
-        for name, value in texts.items():
-            experiment.set_tag(logger.run_id, name, value)
-        experiment.log_text(logger.run_id, render_page(report), f"{page}.html")
-    elif hasattr(experiment, "log_other"):  # Comet
-        for name, value in texts.items():
-            experiment.log_other(name, value)
-        experiment.log_asset_data(render_page(report), name=f"{page}.html")
-    elif hasattr(experiment, "summary"):  # Weights & Biases
-        for name, value in texts.items():
-            experiment.summary[name] = value
-        if "wandb" in sys.modules:
-            html = sys.modules["wandb"].Html(io.StringIO(render_page(report)), inject=False)  # without its style sheet
-            logger.log_metrics({page: html}, step)
+class Advisor:
+    """An advisor that repeatedly judges a run in progress, and warns once about low utilization."""
 
+    def __init__(self, session: Session, thresholds: Mapping[str, float]) -> None:
+        self._session = session
+        self._min_seconds = thresholds["min_seconds"]
+        self._next_judgment = WARM_UP_STEPS + thresholds["min_steps"]  # a step of the clock
+        session.thresholds = {**thresholds, "min_seconds": AT_END * self._min_seconds}
 
-@contextlib.contextmanager
-def _failure_added_to(lines: list[str], what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - the disk, a font, a forged file
-        lines.append(f"{what}: {type(error).__name__}: {printable(error, 300)}")
+    def after_step(self) -> float:
+        """Judge the run if it is due; return the step of the clock after which to call this again."""
+        if self._session.clock.steps >= self._next_judgment:
+            self._session.clock.as_own_work(self._judge)
+        return self._next_judgment
 
-
-def _how_to_verify(file: ReportFile) -> list[str]:
-    """Return the command that compares the next run with this one, if its folder is known."""
-    new, old = file.folder, os.path.join(file.folder, PREVIOUS_NAME)  # the next run renames this report
-    if is_of_one_run(file.folder):
-        new, old = os.path.dirname(file.folder.rstrip("/")), file.folder
-        if run_folder(old) == new:  # of predict: the next run's is in another folder than that of this one
-            return []
-    new, old = shlex.quote(_shown(new)), shlex.quote(_shown(old))
-    return [f"After the next run: lightning-gpu-tools report {new} --against {old}"]
-
-
-def _shown(path: str | Path) -> str:
-    """Return a path for printing, relative to the current folder if it is inside."""
-    text = os.fspath(path)
-    with contextlib.suppress(OSError):  # the current folder has been removed
-        text = text.removeprefix(os.path.join(os.getcwd(), ""))
-    return printable_path(text)
-
-
-def say(text: str) -> None:
-    """Print text in the terminal's encoding, in one write: Rich's bar in a notebook repeats unfinished lines."""
-    try:
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
-        sys.stdout.flush()
-    except Exception:  # a closed terminal, a notebook's own stream
-        logging.getLogger(__name__).warning("The report could not be printed.", exc_info=True)
-
-
-def say_verdict(diagnosis: Diagnosis) -> None:
-    """Print why memory ran out, on a rank without its own report."""
-    texts = {"Why:  ": diagnosis.why, "Next: ": diagnosis.next_step}
-    say("\n".join(wrapped(printable(text, 1000), title, "      ") for title, text in texts.items()))
+    def _judge(self) -> None:
+        session = self._session
+        # 10% later each time: early enough for short steps, and rare for very short ones.
+        later = self._next_judgment + max(10, self._next_judgment // 10)
+        if sum(block.wall_s for block in session.clock.blocks) < self._min_seconds:
+            self._next_judgment = later
+            return
+        recorder = session.begin()
+        exchange, measured = recorder.ranks.exchange, recorder.measurements()
+        # Rank 0 may still lack the speed of other ranks.
+        is_early = session.run.place.rank == 0 and exchange.ranks > max(1, len(measured.ranks))
+        diagnosis = conclude(session, measured)
+        if diagnosis is None or diagnosis.verdict == "too_short" or is_early:
+            self._next_judgment = later
+        elif diagnosis.verdict != "low":
+            self._next_judgment *= 2  # judging costs about a millisecond
+        else:
+            self._next_judgment = math.inf
+            # The cost of the first cause and the change, without their details: the report has these.
+            sentences = diagnosis.why.split(". ")
+            costs = next((sentence for sentence in sentences if "of the wall time" in sentence), sentences[0])
+            change, _, _ = diagnosis.next_step.partition(". ")
+            message = f"{costs.partition(' (')[0].rstrip('.')}. {change.rstrip('.')}."
+            session.warn(message, category=LowGPUUtilizationWarning)

@@ -28,7 +28,7 @@ from lightning_gpu_tools.advice.stalls import (
 )
 from lightning_gpu_tools.errors import StalledTrainingWarning
 from lightning_gpu_tools.reports.report import FILE_NAME
-from lightning_gpu_tools.runs.notify import notify
+from lightning_gpu_tools.runs.publish import notify
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.phases import CHECKPOINT, base_phase

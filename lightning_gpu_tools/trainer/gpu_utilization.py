@@ -15,9 +15,8 @@ from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored
 from lightning_gpu_tools.reports.report import COMPLETED, FOLDER_NAME
 from lightning_gpu_tools.reports.report_file import ReportFile, warn_if_not_writable
-from lightning_gpu_tools.runs import run_report
-from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
-from lightning_gpu_tools.runs.notify import notify
+from lightning_gpu_tools.runs.publish import notify, publish, say, say_verdict
+from lightning_gpu_tools.runs.run_report import Advisor, RunningReport, check_thresholds, conclude, describe
 from lightning_gpu_tools.runs.stall_watch import check_stall_after
 from lightning_gpu_tools.trainer.families import GuardedCallback, LightningModule, Trainer, overrides
 from lightning_gpu_tools.trainer.fit_session import FitSession
@@ -101,7 +100,7 @@ class GPUUtilizationMonitor(GuardedCallback):
 
     _session: FitSession | None = None
     _advisor: GPUUtilizationAdvisor | None = None  # of this session
-    _running: run_report.RunningReport | None = None  # until it is published
+    _running: RunningReport | None = None  # until it is published
     _next_step = 0.0  # of the clock: after which to act
 
     @checked
@@ -190,7 +189,7 @@ class GPUUtilizationMonitor(GuardedCallback):
             session.begin()
             self._next_step = 0.0
             if self.report and trainer.is_global_zero and session.clock.ran:
-                self._running = run_report.RunningReport(session, ReportFile(self._folder))
+                self._running = RunningReport(session, ReportFile(self._folder))
 
     def _step_ended(self, batch: Any) -> None:
         """Act after a step. This runs in every step, so it makes as few calls as possible."""
@@ -249,18 +248,18 @@ class GPUUtilizationMonitor(GuardedCallback):
                 notify("error", self._folder, outcome=outcome)
             return
         if not trainer.is_global_zero:
-            if session.ending.out_of_memory is not None and (diagnosis := run_report.conclude(session)) is not None:
-                run_report.say_verdict(diagnosis)  # rank 0 may wait for this rank forever
+            if session.ending.out_of_memory is not None and (diagnosis := conclude(session)) is not None:
+                say_verdict(diagnosis)  # rank 0 may wait for this rank forever
             return
         if not session.clock.ran and session.ending.out_of_memory is None and session.ending.failure is None:
             missing = ", ".join(session.unseen)  # printed, because filters may hide a warning
-            run_report.say(f"This run has no report, because this version of Lightning lacks {missing}.")
+            say(f"This run has no report, because this version of Lightning lacks {missing}.")
             return
-        report = run_report.describe(session, outcome)
+        report = describe(session, outcome)
         running, self._running = self._running, None
         # None if another callback failed when training started.
         file = ReportFile(self._folder) if running is None else running.file
-        run_report.publish(report, file, session.run)
+        publish(report, file, session.run)
 
     @override
     def _give_up(self) -> None:
@@ -312,7 +311,7 @@ class GPUUtilizationAdvisor(GuardedCallback):
         min_steps: int = MIN_STEPS,
         min_seconds: float = MIN_SECONDS,
     ) -> None:
-        self._thresholds = Thresholds(min_utilization_percent, min_steps, min_seconds)
+        self._thresholds = check_thresholds(min_utilization_percent, min_steps, min_seconds)
         self.min_utilization_percent = min_utilization_percent
         self.min_steps = min_steps
         self.min_seconds = min_seconds
@@ -324,7 +323,7 @@ class GPUUtilizationAdvisor(GuardedCallback):
     @property
     def diagnosis(self) -> Diagnosis | None:
         """The diagnosis of the running fit, or of the last one, or of validate, test or predict; ``None`` before."""
-        return (run_report.conclude(self._session) if self._session is not None else None) or self._diagnosis
+        return (conclude(self._session) if self._session is not None else None) or self._diagnosis
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

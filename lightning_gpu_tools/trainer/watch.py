@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from types import TracebackType
@@ -15,8 +15,8 @@ from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored, is_of_dead_worker
 from lightning_gpu_tools.memory.out_of_memory import out_of_memory
 from lightning_gpu_tools.reports.report_file import ReportFile, warn_if_not_writable
-from lightning_gpu_tools.runs import run_report
-from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
+from lightning_gpu_tools.runs.publish import publish, say_verdict
+from lightning_gpu_tools.runs.run_report import Advisor, RunningReport, check_thresholds, conclude, describe
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.stall_watch import StallAfter, check_stall_after
 from lightning_gpu_tools.trainer.facts import FabricRun, LoopRun
@@ -77,7 +77,7 @@ def watch(
         )
     check_seconds(interval_s, "interval_s")
     check_stall_after(stall_after_s)
-    thresholds = Thresholds(min_utilization_percent, min_steps, min_seconds)
+    thresholds = check_thresholds(min_utilization_percent, min_steps, min_seconds)
     folder = None if folder is None else os.fspath(folder)
     return TrainingWatch(partial(_Training, fabric, folder, interval_s, thresholds, stall_after_s))
 
@@ -132,7 +132,7 @@ class TrainingWatch:
     @property
     def diagnosis(self) -> Diagnosis | None:
         """The diagnosis of the running loop, or of the last one; ``None`` before the first batch."""
-        return (run_report.conclude(self._training.session) if self._training is not None else None) or self._diagnosis
+        return (conclude(self._training.session) if self._training is not None else None) or self._diagnosis
 
     def _safely(self, action: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -157,12 +157,12 @@ class TrainingWatch:
         else:
             outcome = session.note_error(error, session.run.logged_step)
         session.finish(TIMEOUT_S if error is None else 0.0)
-        diagnosis = self._diagnosis = run_report.conclude(session)
+        diagnosis = self._diagnosis = conclude(session)
         running, training.running = training.running, None
         if running is not None:
-            run_report.publish(run_report.describe(session, outcome), running.file, session.run)
+            publish(describe(session, outcome), running.file, session.run)
         elif session.ending.out_of_memory is not None and diagnosis is not None:
-            run_report.say_verdict(diagnosis)
+            say_verdict(diagnosis)
 
     def _close(self) -> None:
         training, self._training, self._is_on = self._training, None, False
@@ -184,7 +184,7 @@ class _Training:
         fabric: Any,
         folder: str | None,
         interval_s: float,
-        thresholds: Thresholds,
+        thresholds: Mapping[str, float],
         stall_after_s: StallAfter,
         loader: object,
     ) -> None:
@@ -198,7 +198,7 @@ class _Training:
             devices="trainer", interval_s=interval_s, gpm=True, stall_after_s=stall_after_s, folder=self._folder
         )
         self._advisor = Advisor(session, thresholds)
-        self.running: run_report.RunningReport | None = None
+        self.running: RunningReport | None = None
         self._next_step = 0.0
 
     def begin(self) -> None:
@@ -207,7 +207,7 @@ class _Training:
             self.session.begin()
             if self.run.place.rank == 0:
                 warn_if_not_writable(self._folder)
-                self.running = run_report.RunningReport(self.session, ReportFile(self._folder))
+                self.running = RunningReport(self.session, ReportFile(self._folder))
 
     def _after_step(self) -> None:
         session = self.session

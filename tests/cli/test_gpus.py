@@ -144,13 +144,10 @@ def test_each_user_has_a_row(driver: Driver, call: Call, kernel_thread: int, lef
     strangers, mine = found["users"]
     assert (strangers["user"], strangers["gpus"], strangers["memory_used_bytes"]) == (None, ["2"], 7 * 2**30)
     assert (mine["user"], mine["gpus"], mine["memory_used_bytes"]) == (me, ["0", "1"], 6 * 2**30)
-    assert (mine["utilization_percent"], mine["claimed_memory_bytes"]) == (160.0, 8 * 2**30)
-    assert len(mine["claimed_gpus"]) == 2
-    assert mine["longest_process"]["pid"] == os.getpid()  # older than what the test started
+    assert (len(mine["claimed_gpus"]), mine["claimed_memory_bytes"]) == (2, 8 * 2**30)
     rows = [" ".join(line.split()) for line in shown.splitlines()]
-    assert rows[3].startswith("not visible from here 1 (2) 7.00 GiB 0%")
-    assert rows[4].startswith(f"{me} 2 (0, 1) 6.00 GiB 160% 2 ({', '.join(mine['claimed_gpus'])}), 8.00 GiB")
-    assert f"(pid {os.getpid()}) for " in " ".join(rows)
+    assert rows[3].startswith("not visible from here 2 7.00 GiB")
+    assert rows[4].startswith(f"{me} 0, 1 6.00 GiB {', '.join(mine['claimed_gpus'])} 8.00 GiB")
     assert "processes that cannot be read: GPU 3" in shown
 
 

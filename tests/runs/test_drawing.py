@@ -16,8 +16,7 @@ from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.reports.report_file import ReportFile
-from lightning_gpu_tools.runs import drawing
-from lightning_gpu_tools.runs.run_report import publish
+from lightning_gpu_tools.runs.publish import publish, wait_for_drawings
 
 pytest.importorskip("matplotlib", reason="needs the extra plot")
 
@@ -49,7 +48,7 @@ def test_a_fit_is_drawn_and_says_so_before(tmp_path: Path, capsys: pytest.Captur
     trainer.fit(Model(), loader(Samples(90)))
     folder = tmp_path / "gpu_report"
     assert f"Report: {folder / DATA} (gpu_report.png and gpu_report.html will follow)\n" in capsys.readouterr().out
-    drawing.wait()
+    wait_for_drawings()
     assert names(folder) == FILES
     assert (folder / PICTURE).read_bytes().startswith(b"\x89PNG")
     assert (folder / PAGE).read_text().startswith("<!DOCTYPE html>")
@@ -62,7 +61,7 @@ def test_a_run_too_short_to_judge_has_no_picture(tmp_path: Path, capsys: pytest.
     for name in (PICTURE, PAGE):
         (folder / name).write_text("of an earlier run")
     quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()]).fit(Model(), loader(Samples(3)))
-    drawing.wait()
+    wait_for_drawings()
     assert load_report(tmp_path).diagnosis.verdict == "too_short"
     assert names(folder) == [DATA]
     assert f"Report: {folder / DATA} (the run is too short for a picture)\n" in capsys.readouterr().out
@@ -74,8 +73,19 @@ def test_the_next_fit_does_not_wait_for_the_picture(tmp_path: Path, monkeypatch:
     publish(TOO_SHORT, ReportFile(tmp_path / "two"))
     assert names(tmp_path / "one") == names(tmp_path / "two") == [DATA]
     publish(TOO_SHORT, ReportFile(tmp_path / "one"))  # which takes the place of the one that is being drawn
-    drawing.wait()
+    wait_for_drawings()
     assert names(tmp_path / "one") == [DATA, "gpu_report.previous.json"]
+
+
+def test_why_there_is_no_picture_is_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instead_of("matplotlib", "raise OSError('no fonts\\x1b')", tmp_path, monkeypatch)
+    publish(REPORT, ReportFile(tmp_path / "run"))
+    wait_for_drawings()
+    said = capfd.readouterr().out
+    assert said.endswith("The picture of the report could not be drawn: OSError: no fonts\\x1b\n")
+    assert names(tmp_path / "run") == [DATA]
 
 
 PUBLISH = """
@@ -83,7 +93,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from sample_report import REPORT
 from lightning_gpu_tools.reports.report_file import ReportFile
-from lightning_gpu_tools.runs.run_report import publish
+from lightning_gpu_tools.runs.publish import publish
 publish(REPORT, ReportFile(sys.argv[2]))
 """
 

@@ -20,8 +20,9 @@ from trainings import Model, Samples, loader, logged, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.runs import publish as publishing
 from lightning_gpu_tools.runs import run_report
-from lightning_gpu_tools.runs.run_report import publish
+from lightning_gpu_tools.runs.publish import publish
 
 
 def train(folder: Path, *others: Callback, steps: int = 3) -> None:
@@ -55,8 +56,8 @@ def test_the_report_is_printed_in_writes_of_whole_lines(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("owner", "name", "says", "files"),
     [
-        (run_report, "render_text", "could not be shown: ZeroDivisionError: of ours", ["gpu_report.json"]),
-        (run_report, "earlier_report", "could not be compared with the previous one: Zero", ["gpu_report.json"]),
+        (publishing, "render_text", "could not be shown: ZeroDivisionError: of ours", ["gpu_report.json"]),
+        (publishing, "earlier_report", "could not be compared with the previous one: Zero", ["gpu_report.json"]),
         (ReportFile, "save", "could not be written to", []),
     ],
 )

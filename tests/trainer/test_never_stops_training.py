@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from lightning_gpu_tools.runs.advisor import Advisor
 from loader_switching import frozen_states
 from trainings import Boom, Model, Samples, background_threads, fault_in, loader, quiet_trainer
 
@@ -20,7 +21,6 @@ from lightning_gpu_tools import (
 )
 from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.loaders.passes import Loading
-from lightning_gpu_tools.runs.advisor import Advisor
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.trainer import num_workers_finder
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks

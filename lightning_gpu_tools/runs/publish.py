@@ -1,0 +1,253 @@
+"""Publish a report: its file, picture and page, the terminal, loggers, and the user's own command."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import logging
+import math
+import os
+import shlex
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_gpu_tools import files
+from lightning_gpu_tools.advice.findings import Diagnosis
+from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
+from lightning_gpu_tools.reports.page import render_page
+from lightning_gpu_tools.reports.report import COMPLETED, DRAWN, PREVIOUS_NAME, Report
+from lightning_gpu_tools.reports.report_file import ReportFile, run_folder
+from lightning_gpu_tools.reports.text import in_color, render_text
+from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.units import printable, printable_path, wrapped
+
+# A separate process draws, so that the next run does not wait: a thread would share matplotlib's global settings with
+# the program, and hold locks while the program forks workers. The process uses the program's modules, not those of
+# another folder or installation.
+_DRAW = """
+import sys
+folder, sys.path[:] = sys.argv[1], sys.argv[2:]
+from lightning_gpu_tools.reports.page import draw
+draw(folder)
+"""
+_drawings: dict[str, subprocess.Popen[bytes]] = {}  # by folder
+
+LOG_NAME = "notify.log"  # beside the report
+# The shell starts the command and ends. Its output goes to $1, or nowhere if that cannot be written, as at a URL.
+_START = '{ true >>"$1" || set -- /dev/null; exec /bin/sh -c "$0" >>"$1" 2>&1; } 2>/dev/null &'
+_TIMEOUT_S = 5.0  # our default: on a machine without a free core, for a shell that takes a millisecond
+_MAX_TEXT = 1000  # our default, as in the report
+_warned: dict[Any, Any] = {}
+
+
+def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
+    """Write the report, log its summary, print it, and start to draw its picture and page.
+
+    A failure affects only its own part, and is printed.
+    """
+    lines = [""]
+    written: list[str] = []
+    path = ""
+    with _failure_added_to(lines, "The report could not be compared with the previous one"):
+        earlier = earlier_report(file.folder)
+        confirmation = None if earlier is None else confirm(report, earlier)
+        if confirmation is not None:
+            report = dataclasses.replace(report, confirmation=confirmation)
+    with _failure_added_to(lines, f"The report could not be written to {printable_path(file.folder)}"):
+        path = file.save(report)
+        written.append(f"Report: {_shown(path)}")
+        with _failure_added_to(lines, "The report could not be drawn"):
+            if names := start_drawing(report, file.folder):
+                written[0] += f" ({' and '.join(names)} will follow)"
+            elif report.diagnosis.verdict == "too_short":
+                written[0] += " (the run is too short for a picture)"
+    text = ""
+    with _failure_added_to(lines, "The report could not be shown"):
+        text = render_text(report)
+        lines.insert(1, in_color(text, report, sys.stdout))
+    if run is not None:
+        for logger in run.loggers:
+            with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
+                _log_summary(report, text, logger, run.logged_step - 1)
+    if path and report.diagnosis.verdict == "low":
+        written += _how_to_verify(file)
+    with _failure_added_to(lines, "The notification failed"):
+        diagnosis = report.diagnosis
+        texts = {"verdict": diagnosis.verdict, "why": diagnosis.why, "next_step": diagnosis.next_step}
+        is_end = report.outcome == COMPLETED
+        notify("end" if is_end else "error", file.folder, outcome=report.outcome, report=path, **texts)
+    say("\n".join([*lines, *written]))
+
+
+def _log_summary(report: Report, text: str, logger: Any, step: int) -> None:
+    """Log the diagnosis, the use of memory, and the report: as a page, or as text where a logger shows no page."""
+    parts = report.memory[0].parts_bytes if report.memory else {}
+    sizes = {f"memory_{name}_bytes": float(size) for name, size in parts.items()}
+    summary = {**report.diagnosis.summary(), **sizes}
+    separator = getattr(logger, "group_separator", "/")
+    named = {f"gpu_tools{separator}{name}": value for name, value in summary.items()}
+    numbers = {name: value for name, value in named.items() if isinstance(value, float) and math.isfinite(value)}
+    if numbers:
+        logger.log_metrics(metrics=numbers, step=step)
+    texts = {name: value for name, value in named.items() if isinstance(value, str)}
+    page = f"gpu_tools{separator}report"
+    # Lightning's loggers share no method for texts, and CSV files have no place for them. A page has no picture, which
+    # is not drawn yet.
+    experiment: Any = getattr(logger, "experiment", None)  # Lightning's base class does not have it
+    if hasattr(experiment, "add_text"):  # TensorBoard, which shows text as Markdown
+        for name, value in {**texts, page: textwrap.indent(text, "    ")}.items():
+            experiment.add_text(name, value, step)
+    elif hasattr(experiment, "set_tag"):  # MLflow
+        for name, value in texts.items():
+            experiment.set_tag(logger.run_id, name, value)
+        experiment.log_text(logger.run_id, render_page(report), f"{page}.html")
+    elif hasattr(experiment, "log_other"):  # Comet
+        for name, value in texts.items():
+            experiment.log_other(name, value)
+        experiment.log_asset_data(render_page(report), name=f"{page}.html")
+    elif hasattr(experiment, "summary"):  # Weights & Biases
+        for name, value in texts.items():
+            experiment.summary[name] = value
+        if "wandb" in sys.modules:
+            html = sys.modules["wandb"].Html(io.StringIO(render_page(report)), inject=False)  # without its style sheet
+            logger.log_metrics({page: html}, step)
+
+
+@contextlib.contextmanager
+def _failure_added_to(lines: list[str], what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the disk, a font, a forged file
+        lines.append(f"{what}: {type(error).__name__}: {printable(error, 300)}")
+
+
+def _how_to_verify(file: ReportFile) -> list[str]:
+    """Return the command that compares the next run with this one, if its folder is known."""
+    new, old = file.folder, os.path.join(file.folder, PREVIOUS_NAME)  # the next run renames this report
+    if is_of_one_run(file.folder):
+        new, old = os.path.dirname(file.folder.rstrip("/")), file.folder
+        if run_folder(old) == new:  # of predict: the next run's is in another folder than that of this one
+            return []
+    new, old = shlex.quote(_shown(new)), shlex.quote(_shown(old))
+    return [f"After the next run: lightning-gpu-tools report {new} --against {old}"]
+
+
+def _shown(path: str | Path) -> str:
+    """Return a path for printing, relative to the current folder if it is inside."""
+    text = os.fspath(path)
+    with contextlib.suppress(OSError):  # the current folder has been removed
+        text = text.removeprefix(os.path.join(os.getcwd(), ""))
+    return printable_path(text)
+
+
+def say(text: str) -> None:
+    """Print text in the terminal's encoding, in one write: Rich's bar in a notebook repeats unfinished lines."""
+    try:
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        sys.stdout.flush()
+    except Exception:  # a closed terminal, a notebook's own stream
+        logging.getLogger(__name__).warning("The report could not be printed.", exc_info=True)
+
+
+def say_verdict(diagnosis: Diagnosis) -> None:
+    """Print why memory ran out, on a rank without its own report."""
+    texts = {"Why:  ": diagnosis.why, "Next: ": diagnosis.next_step}
+    say("\n".join(wrapped(printable(text, 1000), title, "      ") for title, text in texts.items()))
+
+
+def start_drawing(report: Report, folder: str) -> Sequence[str]:
+    """Start to draw the report in a folder, and return the names of the files that will appear there.
+
+    They appear when they are complete, and the interpreter waits for them at exit. There are none without the ``plot``
+    extra, or if the run is too short to judge. The process itself prints why it could not draw.
+
+    Raises:
+        OSError: No process can be started.
+    """
+    if folder in _drawings:  # its report has been replaced
+        _drawings[folder].kill()
+        _drawings.pop(folder).wait()
+    for name in DRAWN:
+        files.remove(os.path.join(folder, name))  # of the former report
+    if report.diagnosis.verdict == "too_short" or importlib.util.find_spec("matplotlib") is None:
+        return ()
+    if not sys.executable or getattr(sys, "frozen", False):  # a frozen executable would start the program again
+        raise OSError("this program has no Python interpreter to draw with")
+    _drawings[folder] = subprocess.Popen(
+        [sys.executable, "-c", _DRAW, folder, *sys.path],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # notes of matplotlib
+        start_new_session=True,  # Ctrl-C must not end it
+    )
+    return DRAWN
+
+
+@atexit.register
+def wait_for_drawings() -> None:
+    """Wait until all drawing has finished."""
+    for process in _drawings.values():
+        process.wait()
+
+
+def notify(
+    event: Literal["end", "error", "stall"],
+    folder: str,
+    *,
+    outcome: str,
+    verdict: str = "",
+    why: str = "",
+    next_step: str = "",
+    report: str = "",
+) -> None:
+    """Start the command, if there is one, and do not wait for it. If it cannot be started, warn once.
+
+    Args:
+        event: ``"error"`` = the run ended in any other way than planned.
+        folder: Folder of the report, where the command's output goes to ``notify.log``.
+        outcome: Outcome of the run, or since when it has stalled.
+        verdict: Verdict of the report.
+        why: The reason.
+        next_step: The advice.
+        report: Path or URL of the report, if it exists.
+    """
+    command = os.environ.get("LIGHTNING_GPU_TOOLS_NOTIFY", "")
+    if not command.strip():
+        return
+    texts = {
+        "LIGHTNING_GPU_TOOLS_EVENT": event,
+        "LIGHTNING_GPU_TOOLS_OUTCOME": outcome,
+        "LIGHTNING_GPU_TOOLS_VERDICT": verdict,
+        "LIGHTNING_GPU_TOOLS_WHY": why,
+        "LIGHTNING_GPU_TOOLS_NEXT": next_step,
+        "LIGHTNING_GPU_TOOLS_HOST": os.uname().nodename,
+        "LIGHTNING_GPU_TOOLS_SCRIPT": os.path.basename(sys.argv[0]) if sys.argv else "",
+    }
+    environment = {name: printable(text, _MAX_TEXT) for name, text in texts.items()}
+    environment["LIGHTNING_GPU_TOOLS_REPORT"] = report if "://" in report or not report else os.path.abspath(report)
+    # Without the command itself, which may be a training.
+    inherited = {name: value for name, value in os.environ.items() if name != "LIGHTNING_GPU_TOOLS_NOTIFY"}
+    try:
+        subprocess.run(
+            ["/bin/sh", "-c", _START, command, os.path.join(folder, LOG_NAME)],
+            env={**inherited, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # neither Ctrl-C nor a closed terminal ends it
+            timeout=_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: not in the locale's encoding
+        reason = printable(error, 200)
+        text = f"The command in LIGHTNING_GPU_TOOLS_NOTIFY was not started: {reason}."
+        warnings.warn_explicit(text, UserWarning, "lightning_gpu_tools", 1, registry=_warned)
