@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.errors import LightningGpuToolsError, NotEnoughGpusError, NvmlUnavailableError
-from lightning_gpu_tools.units import printable, printable_lines
+from lightning_gpu_tools.units import printable, printable_lines, printable_path
 
 COMMANDS = {
     "gpus": "show all GPUs, their users and their claims",
@@ -126,6 +126,10 @@ def _run(args: argparse.Namespace) -> int:
     except LightningGpuToolsError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
         return _EXIT_CODES.get(type(error), 1)
+    except OSError as error:
+        path = printable_path(error.filename or "the file")
+        print(f"lightning-gpu-tools: {path}: {error.strerror or error}", file=sys.stderr)
+        return 1
     except Exception as error:  # noqa: BLE001 - the message below has everything that a bug report needs
         import traceback
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_gpu_tools.checkpoints import sources
@@ -94,8 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @collector_paused()
 def _inspect(args: argparse.Namespace) -> int:
-    with _errors_reported():
-        found = _summarize(sources.read_structure(args.file))
+    found = _summarize(sources.read_structure(args.file))
     _print(found if args.json else _render(found))
     return 0
 
@@ -220,8 +218,7 @@ def _verify(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.reading import verify_checkpoint
 
     start = time.monotonic()
-    with _errors_reported():
-        structure, unread = verify_checkpoint(args.file)
+    structure, unread = verify_checkpoint(args.file)
     if args.json:
         found = {"path": args.file, "sound": True, "checksums": structure.has_checksums, "bytes": structure.size_bytes}
         _print({**found, "unread": unread})
@@ -239,39 +236,26 @@ def _verify(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     if not args.target.endswith(SUFFIXES):
         args.parser.error(f"argument TARGET: {printable_path(args.target)} must end in {', '.join(SUFFIXES)}")
-    with _errors_reported():
-        if exists(args.target) and not args.force:
-            raise CheckpointError(f"{printable_path(args.target)} exists. Use --force to replace it.")
+    if exists(args.target) and not args.force:
+        raise CheckpointError(f"{printable_path(args.target)} exists. Use --force to replace it.")
     import torch
 
     from lightning_gpu_tools.checkpoints.key_renaming import as_root
     from lightning_gpu_tools.checkpoints.writing import convert
 
-    with _errors_reported():
-        result = convert(
-            args.source,
-            args.target,
-            entry=args.entry,
-            keep_prefix=args.keep_prefix,
-            drop_root=as_root(args.drop_root),
-            add_root=as_root(args.add_root),
-            dtype=getattr(torch, args.dtype) if args.dtype else None,
-            weights_only=args.weights,
-        )
+    result = convert(
+        args.source,
+        args.target,
+        entry=args.entry,
+        keep_prefix=args.keep_prefix,
+        drop_root=as_root(args.drop_root),
+        add_root=as_root(args.add_root),
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+        weights_only=args.weights,
+    )
     _print(result)
     return 0
 
 
 def _print(result: object) -> None:
     print(result if isinstance(result, str) else json.dumps(result))
-
-
-@contextlib.contextmanager
-def _errors_reported() -> Iterator[None]:
-    """Report file system errors as this command's own error."""
-    try:
-        yield
-    except CheckpointError:  # CheckpointNotFoundError is also an OSError
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{printable_path(error.filename or 'the file')}: {error.strerror or error}") from None

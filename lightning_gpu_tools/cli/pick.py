@@ -94,9 +94,8 @@ def select(args: argparse.Namespace, *, claim: bool, group: str | None = None) -
     if args.min_free == LAST_RUN:
         from lightning_gpu_tools.reports.last_run import last_need
 
-        need = last_need(os.curdir, getattr(args, "command", ()))
-        args.min_free = need.min_free_bytes
-        say(need.origin)
+        args.min_free, origin = last_need(os.curdir, getattr(args, "command", ()))
+        say(origin)
     options = {name: getattr(args, name) for name in OPTIONS if name != "claim"}
     try:
         request = Request(1 if args.count is None else args.count, claim=claim, **options)

@@ -63,15 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report or the comparison."""
-    if args.full and (args.against is not None or args.format not in ("text", "markdown")):
-        args.usage_error("--full works only for one report, as text or markdown")
+    if args.against is not None and (args.full or args.format == "html"):
+        args.usage_error("--full and --format html work only for one report")
     if args.max_slowdown is not None and args.against is None:
         args.usage_error("--max-slowdown needs --against OLD")
     max_slowdown = args.max_slowdown or 0.0
     if not 0 <= max_slowdown < math.inf:
         args.usage_error(f"--max-slowdown must be at least 0%, got {max_slowdown:g}%")
-    if args.format == "html" and args.against is not None:
-        args.usage_error("--format html works only for one report")
     if args.format == "html" and importlib.util.find_spec("matplotlib") is None:
         args.usage_error(
             "--format html needs matplotlib, which is not installed: pip install 'lightning-gpu-tools[plot]'"

@@ -18,7 +18,7 @@ from lightning_gpu_tools.files import last_modified, matching
 from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report
 from lightning_gpu_tools.reports.report_file import load_report, run_folder
 from lightning_gpu_tools.reports.text import escape_markdown
-from lightning_gpu_tools.training.phases import PAUSES, TRAINING_STEP, base_phase
+from lightning_gpu_tools.training.phases import PAUSES, TRAINING_STEP
 from lightning_gpu_tools.units import format_duration, printable, wrapped
 
 # Settings that must match so that a difference in speed is due to the program.
@@ -180,10 +180,6 @@ def _steady_phase_s(report: Report) -> dict[str, float]:
             steps += span.steps
             for phase, seconds in span.phase_s.items():
                 spent_s[phase] += seconds
-    if not steps:
-        steps = report.steps
-        for phase, seconds in report.phase_s.items():
-            spent_s[base_phase(phase)] += seconds
     return {phase: seconds / max(1, steps) for phase, seconds in spent_s.items()}
 
 

@@ -89,7 +89,7 @@ def gpu_lines(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
     lines = [f"{'  '.join(map(str.rjust, row[:-1], widths))}  {row[-1]}".rstrip() for row in rows]
     if len(gpus) > len(rows):
         busy = median(gpu.utilization_percent_mean or 0.0 for gpu in gpus)
-        note = f"errors and the least busy (report FILE --full: all). On average, a GPU is busy {busy:.0f}%"
+        note = f"half of them are at most {busy:.0f}% busy; errors and the least busy (report FILE --full: all)"
         lines.insert(0, f"{len(gpus):,} GPUs: {note}")
     return lines
 

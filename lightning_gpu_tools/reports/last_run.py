@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from lightning_gpu_tools.advice.memory_account import CACHE, TENSORS
 from lightning_gpu_tools.advice.out_of_memory import CONTEXT_BYTES, CUDA_CONTEXT_BYTES, MARGIN
@@ -19,16 +18,8 @@ _FAR_TOO_MUCH = 1.5  # our default: times what `--min-free last` asks for
 _FREE_WHEN_IDLE = 0.95  # our default: the free share of an idle GPU; its driver and a desktop take the rest
 
 
-class Need(NamedTuple):
-    """The free memory that each GPU must have, and a sentence on its origin."""
-
-    min_free_bytes: int
-    origin: str
-    peak_bytes: float  # without the margin
-
-
-def last_need(folder: str, command: Sequence[str] = ()) -> Need:
-    """Return the memory that the last run below a folder needed on one GPU, with a margin of 20%.
+def last_need(folder: str, command: Sequence[str] = ()) -> tuple[int, str]:
+    """Return the bytes that the last run below a folder needed on one GPU, plus 20%, and a sentence on their origin.
 
     The last run is the newest finished run on a GPU of the script in ``command``, else the newest finished run of any
     script, else the newest run in progress. At most 50 reports are read.
@@ -46,15 +37,18 @@ def last_need(folder: str, command: Sequence[str] = ()) -> Need:
             if of_another or still_running:
                 break
             raise ReportError(f"min_free=last: {error} Or remove the file, or pass a size such as 8GiB.") from None
-        need = need_of(report, printable_path(file.removeprefix("./")))
-        if need and report.outcome.startswith(RUNNING):
-            still_running = still_running or need
-        elif need and (not scripts or report.settings.get("script") in scripts):
-            return need
+        need = need_of(report)
+        if need is None:
+            continue
+        found = need[1], _origin(report, *need, file)
+        if report.outcome.startswith(RUNNING):
+            still_running = still_running or found
+        elif not scripts or report.settings.get("script") in scripts:
+            return found
         else:
-            of_another = of_another or need
-    if found := of_another or still_running:
-        return found
+            of_another = of_another or found
+    if last := of_another or still_running:
+        return last
     raise ReportError(
         f"min_free=last: no {FILE_NAME} in {printable_path(os.path.abspath(folder))} or up to three folders below it "
         f"includes the memory of a run on a GPU. Run your script once from this folder with "
@@ -62,11 +56,10 @@ def last_need(folder: str, command: Sequence[str] = ()) -> Need:
     )
 
 
-def need_of(report: Report, name: str) -> Need | None:
-    """Return the largest memory that a run needed on one GPU, with a margin; ``None`` if it did not train on any.
+def need_of(report: Report) -> tuple[float, int] | None:
+    """Return the most bytes that a run needed on one GPU, without and with a margin; ``None`` if it trained on none.
 
-    The margin never exceeds the free memory of an idle GPU of the same size. If memory ran out, the need is a lower
-    bound. ``name`` is the name of the report, for the sentence.
+    The margin never exceeds the free memory of an idle GPU of the same size. If memory ran out, both are lower bounds.
     """
     sizes: list[tuple[float, float]] = []
     for account in report.memory if report.steps else ():
@@ -83,32 +76,34 @@ def need_of(report: Report, name: str) -> Need | None:
     if not sizes:
         return None
     peak_bytes, idle_bytes = max(sizes)
-    min_free_bytes = _with_margin(peak_bytes, idle_bytes)
+    return peak_bytes, _with_margin(peak_bytes, idle_bytes)
+
+
+def _origin(report: Report, peak_bytes: float, min_free_bytes: int, file: str) -> str:
     kind, outcome = ("peak", "") if report.outcome == COMPLETED else ("at least", f"{printable(report.outcome, 200)}, ")
     script = report.settings.get("script")
     model = printable(report.settings.get("model", "a run")) + (f" in {printable(script)}" if script else "")
     date = printable(report.started_at.partition("T")[0])
     percent = 100 * (min_free_bytes / peak_bytes - 1)
-    return Need(
-        min_free_bytes,
+    return (
         f"min_free=last: {format_bytes(min_free_bytes)} ({kind} {format_bytes(peak_bytes)} of {model} on {date}, "
-        f"{outcome}{name}, plus {percent:.0f}%)",
-        peak_bytes,
+        f"{outcome}{printable_path(file.removeprefix('./'))}, plus {percent:.0f}%)"
     )
 
 
 def claim_sentence(report: Report) -> str:
     """Return a sentence on the claimed and the used memory; empty if the job claimed none, or its use is unknown."""
-    need = need_of(report, "")
+    need = need_of(report)
     if need is None or not report.claimed_bytes:
         return ""
+    peak_bytes, min_free_bytes = need
     is_whole = report.outcome == COMPLETED
-    used = f"{'its peak was' if is_whole else 'it used at least'} {format_bytes(need.peak_bytes)}"
+    used = f"{'its peak was' if is_whole else 'it used at least'} {format_bytes(peak_bytes)}"
     text = f"The job asked for {format_bytes(report.claimed_bytes)} on each GPU; {used}"
-    enough = f"--min-free {math.ceil(need.min_free_bytes / 2**30 * 10) / 10:g}GiB"
-    if need.peak_bytes > report.claimed_bytes:
+    enough = f"--min-free {math.ceil(min_free_bytes / 2**30 * 10) / 10:g}GiB"
+    if peak_bytes > report.claimed_bytes:
         return f"{text}. Other jobs may count on the difference: ask for {enough}."
-    if is_whole and report.claimed_bytes > _FAR_TOO_MUCH * need.min_free_bytes:
+    if is_whole and report.claimed_bytes > _FAR_TOO_MUCH * min_free_bytes:
         return f"{text}: {enough} would do."
     return f"{text}."
 

@@ -54,7 +54,6 @@ class Ending:
         self._gpu = run.gpu
         self._recorder = MemoryRecorder()
         self._validations = 0
-        self._begun_validation = (-1, -1)  # step of the last validation batch, and its number
         self.oom_kills_before = oom_kills()
         self.listen()
 
@@ -104,10 +103,9 @@ class Ending:
 
     def begin_validation_batch(self, batch: Any, number: int) -> None:
         """Record the same for a validation batch. Number 0 begins another validation."""
-        place = self.clock.steps, number
-        if self._gpu is None or self._begun_validation == place:
+        if self._gpu is None:
             return
-        self._begun_validation, self.batch_shape = place, batch_shape(batch)
+        self.batch_shape = batch_shape(batch)
         if number == 0:
             self.validation_begins = Timeline(_MAX_POINTS, 1.0)
             self._recorder.start("state")

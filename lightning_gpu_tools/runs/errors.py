@@ -20,8 +20,6 @@ from lightning_gpu_tools.advice.failures import (
 )
 from lightning_gpu_tools.advice.findings import is_of_program
 from lightning_gpu_tools.advice.out_of_memory import begin_bytes, is_out_of_memory
-from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.host import shared_memory_bytes
 from lightning_gpu_tools.loaders.workers import OF_LIVING_WORKERS, wait_for_exit_codes
 from lightning_gpu_tools.memory.counters import MemoryCounters
@@ -38,7 +36,7 @@ from lightning_gpu_tools.memory.readings import MemoryHoldings, MemoryLine, Memo
 from lightning_gpu_tools.processes import INIT, process_stat
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.run import Run
-from lightning_gpu_tools.runs.run_gpus import gpu_readings
+from lightning_gpu_tools.runs.run_gpus import gpu_readings, read_driver
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.selection.visibility import whole_or_instances
 from lightning_gpu_tools.training import compat
@@ -201,17 +199,13 @@ def _with_gpus(found: OutOfMemory, recorder: RunRecorder | None, run: Run) -> Ou
     """Return the same error with what the driver reports of the GPUs now."""
     assert run.gpu is not None
     (own,) = gpu_readings([run.gpu])
-    found = replace(found, uuid=own.uuid)
-    try:
-        from lightning_gpu_tools.gpus import nvml  # imports pynvml
-
-        gpus = whole_or_instances(nvml.read_gpus(limit_s=limits.LIMIT_S))
-    except NvmlUnavailableError:
-        return found
-    found = replace(found, gpus=gpus)
+    gpus = whole_or_instances(read_driver())
+    found = replace(found, uuid=own.uuid, gpus=gpus)
     gpu = next((gpu for gpu in gpus if gpu.uuid is not None and gpu.uuid == own.uuid), None)
     if gpu is None:
         return found
+    from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
     listed = gpu.processes or ()
     foreign = {one.pid for one in listed if one.is_foreign}
     found = replace(

@@ -209,16 +209,10 @@ def notify(
     next_step: str = "",
     report: str = "",
 ) -> None:
-    """Start the command, if there is one, and do not wait for it. If it cannot be started, warn once.
+    """Start the user's own command, if there is one, and do not wait for it. If it cannot be started, warn once.
 
-    Args:
-        event: ``"error"`` = the run ended in any other way than planned.
-        folder: Folder of the report, where the command's output goes to ``notify.log``.
-        outcome: Outcome of the run, or since when it has stalled.
-        verdict: Verdict of the report.
-        why: The reason.
-        next_step: The advice.
-        report: Path or URL of the report, if it exists.
+    The event ``"error"`` is any other end than the planned one. The command's output goes to ``notify.log`` in
+    ``folder``. ``report`` is the path or URL of the report, if it exists.
     """
     command = os.environ.get("LIGHTNING_GPU_TOOLS_NOTIFY", "")
     if not command.strip():

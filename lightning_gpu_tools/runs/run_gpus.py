@@ -36,12 +36,16 @@ def gpu_readings(devices: Iterable[torch.device]) -> tuple[GpuReading, ...]:
 
 @functools.cache  # a process sees the same instance until it exits
 def _instance_uuid(cuda_uuid: str) -> str:
-    gpus: tuple[GpuReading, ...] = ()
-    with contextlib.suppress(NvmlUnavailableError):
-        from lightning_gpu_tools.gpus import nvml  # imports pynvml
+    return shown_uuid(read_driver(), os.environ.get("CUDA_VISIBLE_DEVICES"), cuda_uuid)
 
-        gpus = nvml.read_gpus(limit_s=limits.LIMIT_S)
-    return shown_uuid(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), cuda_uuid)
+
+def read_driver() -> tuple[GpuReading, ...]:
+    """Return what the driver reports of each GPU of this machine now; nothing if it cannot be used."""
+    from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
+    with contextlib.suppress(NvmlUnavailableError):
+        return nvml.read_gpus(limit_s=limits.LIMIT_S)
+    return ()
 
 
 def open_gpus(

@@ -116,9 +116,9 @@ class RunRecorder:
 
     @property
     def unseen(self) -> list[str]:
-        """The facts that could not be measured with this version of torch, or not be read."""
+        """The facts that could not be measured with this version of torch or Lightning, or not be read."""
         clock, loader = self._clock, self.loaders.settings
-        found = [f"{what} ({why})" for what, why in sorted(self.reader.unread.items())]
+        found = [*self._timer.unseen, *(f"{what} ({why})" for what, why in sorted(self.reader.unread.items()))]
         if loader is not None and loader.num_workers:
             found += sorted(self.loaders.workers.unseen or ())
         if self.gpus.watch is not None:
@@ -313,4 +313,6 @@ class RunRecorder:
             largest_batch_size=min((size for size in batch_sizes if size is not None), default=None),
             has_trainer=run.has_trainer,
             stage=run.stage,
+            settings=read("the Trainer's settings", lambda: run.settings, {}),
+            unseen=tuple(self.unseen),
         )

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from statistics import fmean
-from typing import Any, NamedTuple
 
 import torch
 
@@ -35,35 +34,6 @@ FIRST_WRITE_S = 2.0
 _MAX_WAIT_S = 5.0  # our default: for the next step
 
 
-class Snapshot(NamedTuple):
-    """Facts that only the training thread can measure, because they belong to CUDA or to the Trainer."""
-
-    measured: RunMeasurements
-    settings: Mapping[str, Any]
-    unseen: tuple[str, ...]
-
-
-def take_snapshot(session: Session) -> Snapshot:
-    """Return a new snapshot, in the training thread."""
-    recorder = session.begin()
-    run, loader, read, measured = recorder.run, recorder.loaders.settings, recorder.reader.read, recorder.measurements()
-    of_driver: Mapping[str, Any] = read("the Trainer's settings", lambda: run.settings, {})
-    settings = {
-        "script": None if sys.argv[:1] in ([], [""], ["-c"]) else os.path.basename(sys.argv[0]),
-        "dataset": None if run.loader is None else type(run.loader.dataset).__qualname__,
-        "cpu": f"{processor_name()}, {measured.host.cores:g} cores",
-        "device": run.device.type,
-        "world_size": run.place.world_size,
-        "precision": measured.precision,
-        "accumulate_grad_batches": run.accumulate_grad_batches,
-        **({} if loader is None else dataclasses.asdict(loader)),
-        "torch": torch.__version__,
-        "lightning_gpu_tools": VERSION,
-        **of_driver,
-    }
-    return Snapshot(measured, settings, tuple(session.unseen))
-
-
 def conclude(session: Session, measured: RunMeasurements | None = None) -> Diagnosis | None:
     """Return the diagnosis of the measurements, with the advisor's thresholds; ``None`` before training."""
     if session.recorder is None or session.diagnosis is not None:
@@ -83,27 +53,41 @@ def conclude(session: Session, measured: RunMeasurements | None = None) -> Diagn
     return diagnosis
 
 
-def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -> Report:
-    """Return the report of a run: with a snapshot in any thread, without one in the training thread.
+def describe(session: Session, outcome: str, measured: RunMeasurements | None = None) -> Report:
+    """Return the report of a run: with measurements in any thread, without them in the training thread.
 
     During the run, it lacks the timelines of GPUs, the memory of other ranks, and the overhead of measuring.
     """
     ended = outcome != RUNNING
-    measured, settings, unseen = snapshot or take_snapshot(session)
-    diagnosis, recorder = conclude(session, measured), session.recorder
+    recorder = session.begin()
+    measured = measured or recorder.measurements()
+    diagnosis = conclude(session, measured)
     assert diagnosis is not None
-    assert recorder is not None
     run, clock, watch, ending = session.run, session.clock, session.gpus, session.ending
     times, steps, phase_s = measured.step_times, clock.steps, measured.phase_s if ended else clock.so_far()
     thread_s = sum(thread.cpu_s for thread in session.threads) + (0.0 if watch is None else watch.cpu_s)
     no_gpu = f"No GPU: {measured.activity} runs on {run.device.type!r}, so only the host was measured."
-    batch_size = settings.get("batch_size")
     gpus = () if watch is None else watch.summaries(at_end=ended)
     if not ended:
         gpus = tuple(dataclasses.replace(gpu, timelines={}) for gpu in gpus)
     elif watch is not None:
         session.warn(*watch.take_metrics()[1])
     gpus = _with_waits((*gpus, *recorder.ranks.gpus_of_other_nodes()), measured)
+    settings = {
+        "script": None if sys.argv[:1] in ([], [""], ["-c"]) else os.path.basename(sys.argv[0]),
+        "dataset": None if run.loader is None else type(run.loader.dataset).__qualname__,
+        "cpu": f"{processor_name()}, {measured.host.cores:g} cores",
+        "device": run.device.type,
+        "world_size": run.place.world_size,
+        "precision": measured.precision,
+        "accumulate_grad_batches": measured.accumulate_grad_batches,
+        **({} if measured.loader is None else dataclasses.asdict(measured.loader)),
+        "torch": torch.__version__,
+        "lightning_gpu_tools": VERSION,
+        **measured.settings,
+        "gpu": sorted({gpu.name for gpu in gpus if gpu.name}),
+    }
+    batch_size = settings.get("batch_size")
 
     def us_per_step(seconds: float) -> float | None:
         return seconds / steps * 1e6 if steps else None
@@ -128,7 +112,7 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         monitor_thread_us_per_step=us_per_step(thread_s),
         core_wait_share=None if measured.cores is None else measured.cores.wait_share,
         others_cores=None if measured.cores is None else measured.cores.others_cores,
-        unseen=unseen,
+        unseen=measured.unseen,
         spans=tuple(measured.spans),
         lines=measured.lines,
         gpu_step_s={}
@@ -141,7 +125,7 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         stalls=() if session.stall_watch is None else session.stall_watch.stalls,
         failure=None if ending.failure is None else str(ending.failure),
         loader=session.loader_result,
-        settings={**settings, "gpu": sorted({gpu.name for gpu in gpus if gpu.name})},
+        settings=settings,
         process=process_id(os.getpid()),
     )
 
@@ -170,7 +154,7 @@ class RunningReport:
         self.file = file
         self._session = session
         self._recorder = session.begin()
-        self._snapshot = take_snapshot(session)
+        self._measured = self._recorder.measurements()
         self._is_fresh, self._asked = True, False
         self._saved: Report | None = None
         session.background.add("Writing the report while training runs", self._write)
@@ -181,7 +165,7 @@ class RunningReport:
 
     def _measure(self) -> None:
         self._session.report_wanted = False
-        self._snapshot = take_snapshot(self._session)
+        self._measured = self._recorder.measurements()
         self._is_fresh = True
         self._session.background.run_now()
 
@@ -194,7 +178,7 @@ class RunningReport:
             self._asked = session.report_wanted = True
             return _MAX_WAIT_S
         self._is_fresh = self._asked = False
-        report = describe(session, RUNNING, self._snapshot)
+        report = describe(session, RUNNING, self._measured)
         self.file.save(report)
         self._saved = report
         return min(WRITE_EVERY_S, max(FIRST_WRITE_S, report.wall_s))

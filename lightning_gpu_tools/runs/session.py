@@ -115,14 +115,7 @@ class Session:
         if stall_after_s is not None and self.stall_watch is None:
             board = Board(f"{self._name}/stalls", self.run.place, self._own_store)
             self.stall_watch = StallWatch(
-                self.clock,
-                self.run.place,
-                board,
-                stall_after_s,
-                stacks=self.timer.worker_lines.stacks,
-                is_trial=lambda: self.timer.is_trial,
-                write_report=self.background.run_now,
-                folder=folder,
+                self.timer, self.run.place, board, stall_after_s, write_report=self.background.run_now, folder=folder
             )
             self.threads.append(self.stall_watch.jobs)
 
@@ -303,8 +296,3 @@ class Session:
     @property
     def _faults(self) -> list[str]:
         return [fault for thread in self.threads for fault in thread.faults]
-
-    @property
-    def unseen(self) -> list[str]:
-        """The facts that could not be measured with this version of Lightning or torch."""
-        return [*self.timer.unseen, *([] if self.recorder is None else self.recorder.unseen)]

@@ -29,12 +29,12 @@ from lightning_gpu_tools.advice.stalls import (
 from lightning_gpu_tools.errors import StalledTrainingWarning
 from lightning_gpu_tools.reports.report import FILE_NAME
 from lightning_gpu_tools.runs.publish import notify
+from lightning_gpu_tools.runs.run import Timer
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.phases import CHECKPOINT, base_phase
 from lightning_gpu_tools.training.rank_exchange import Board, RankPlace
 from lightning_gpu_tools.training.stacks import (
-    WorkerStacks,
     activity,
     called_collectives,
     cpu_seconds,
@@ -52,7 +52,6 @@ from lightning_gpu_tools.training.stall_facts import (
     RankFacts,
     StallFacts,
 )
-from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.units import format_duration, printable
 
 StallAfter = float | Literal["auto"] | None
@@ -84,27 +83,22 @@ class StallWatch:
 
     def __init__(
         self,
-        clock: StepClock,
+        timer: Timer,
         place: RankPlace,
         board: Board,
         stall_after_s: float | Literal["auto"],
         *,
-        stacks: WorkerStacks,
-        is_trial: Callable[[], bool],
         write_report: Callable[[], None],
         folder: str | None,
     ) -> None:
-        """Start the watch.
-
-        ``is_trial`` returns whether a tuner runs a trial; ``folder`` is that of the report, if there will be one.
-        """
+        """Start the watch. ``folder`` is that of the report, if there will be one."""
         self.stalls: tuple[Stall, ...] = ()
         self.notes: list[str] = []  # messages for the training thread to print in `pass_on`
         self.beats = 0  # validation batches begun, which the clock does not count
         self.ended: str | None = None  # the outcome, at the end
-        self._clock, self._place, self._board = clock, place, board
-        self._stacks = stacks
-        self._is_trial, self._write_report, self._folder = is_trial, write_report, folder
+        self._timer, self._clock = timer, timer.clock
+        self._place, self._board = place, board
+        self._write_report, self._folder = write_report, folder
         self._thread, self._native_thread = threading.get_ident(), threading.get_native_id()
         self._interval_s = min(_MAX_INTERVAL_S, limit_s(stall_after_s, 0.0, is_rare=False) / _POLLS)
         self._patience = Patience(stall_after_s, self._interval_s)
@@ -167,7 +161,7 @@ class StallWatch:
         if self._facts is None:
             mark, frames = self._mark(), frames_of(self._thread)
             stack = stack_in_fit(frames)
-            if is_excused(stack) or self._is_trial():
+            if is_excused(stack) or self._timer.is_trial:
                 self._patience.excuse()
                 return
             facts = self._read_facts(stack, frames)
@@ -191,7 +185,7 @@ class StallWatch:
             for place, cpu_s in zip(places, before_s, strict=True)
         ]
         if awaited < len(workers):
-            workers[awaited] = workers[awaited]._replace(stack=self._stacks.ask(pids[awaited]))
+            workers[awaited] = workers[awaited]._replace(stack=self._timer.worker_lines.stacks.ask(pids[awaited]))
         return StallFacts(
             phase=self._phase,
             process=process._replace(stack=stack),

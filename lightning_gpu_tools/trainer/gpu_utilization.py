@@ -252,7 +252,7 @@ class GPUUtilizationMonitor(GuardedCallback):
                 say_verdict(diagnosis)  # rank 0 may wait for this rank forever
             return
         if not session.clock.ran and session.ending.out_of_memory is None and session.ending.failure is None:
-            missing = ", ".join(session.unseen)  # printed, because filters may hide a warning
+            missing = ", ".join(session.recorder.unseen)  # printed, because filters may hide a warning
             say(f"This run has no report, because this version of Lightning lacks {missing}.")
             return
         report = describe(session, outcome)

@@ -111,9 +111,8 @@ when_imported("accelerators.cuda", lambda module: module.CUDAAccelerator.registe
 def requested(min_free: int | str | None, **options: Any) -> Request:
     """Return the request for these options; for ``min_free="last"``, log the size and its run."""
     if min_free == LAST_RUN:
-        need = last_need(os.curdir, sys.argv[:1])
-        min_free = need.min_free_bytes
-        rank_zero_info(need.origin)
+        min_free, origin = last_need(os.curdir, sys.argv[:1])
+        rank_zero_info(origin)
     return Request(min_free=min_free, **options)
 
 

@@ -384,6 +384,8 @@ class RunMeasurements:
     largest_batch_size: int | None = None  # in samples, that fits on the GPU of every rank
     has_trainer: bool = True  # advice may then recommend Trainer options
     stage: Stage = "fit"  # in the others, a step is one batch, without backward
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the Trainer's
+    unseen: tuple[str, ...] = ()  # what could not be measured
 
     @property
     def activity(self) -> str:

@@ -20,6 +20,7 @@ from lightning_gpu_tools.reports.comparison import (
 )
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 
 def a_run(step_s: float, spread: float = 0.02, blocks: int = 40, seed: int = 1, **settings: object) -> Report:
@@ -160,7 +161,8 @@ def test_what_was_not_followed_or_measured_has_no_result(new: Report) -> None:
 
 def in_phases(*, data_ms: float, step_ms: float) -> Report:
     """Return a run of 400 steps with so much of each phase a step."""
-    return report(data_ms + step_ms, phase_s={"data_loading": 0.4 * data_ms, "training_step": 0.4 * step_ms})
+    phase_s = {"data_loading": 0.4 * data_ms, "training_step": 0.4 * step_ms}
+    return report(data_ms + step_ms, spans=(PhaseSpan(0.0, 0.4 * (data_ms + step_ms), phase_s, 400),))
 
 
 def test_a_gain_outside_the_change_is_not_credited_to_it() -> None:

@@ -15,7 +15,7 @@ from lightning_gpu_tools.advice.examples import an_error, gpu_run
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.processes import process_id
-from lightning_gpu_tools.reports.last_run import Need, claim_sentence, last_need, need_of
+from lightning_gpu_tools.reports.last_run import claim_sentence, last_need, need_of
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.reports.text import render_text
@@ -24,8 +24,8 @@ ACCOUNT = TRAINED.memory[0]
 A_RUN = gpu_run({"training_step": 50.0}, 95.0)
 
 
-def needed(report: Report) -> Need:
-    need = need_of(report, "gpu_report.json")
+def needed(report: Report) -> tuple[float, int]:
+    need = need_of(report)
     assert need is not None
     return need
 
@@ -35,11 +35,7 @@ def with_memory(**changed: Any) -> Report:
 
 
 def test_it_is_the_peak_with_cudas_own_memory_and_a_margin() -> None:
-    assert needed(TRAINED) == (
-        48 * GIB,
-        "min_free=last: 48.0 GiB (peak 40.0 GiB of LitModel on 2026-01-02, gpu_report.json, plus 20%)",
-        40 * GIB,
-    )
+    assert needed(TRAINED) == (40 * GIB, 48 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -76,27 +72,30 @@ def test_the_use_of_a_job_that_failed_is_no_peak() -> None:
     ],
 )
 def test_it_counts_all_that_is_this_jobs_and_nothing_else(changed: dict[str, Any], peak: float) -> None:
-    assert needed(with_memory(**changed)).min_free_bytes == pytest.approx(1.2 * peak * GIB, rel=1e-9, abs=2)
+    assert needed(with_memory(**changed))[1] == pytest.approx(1.2 * peak * GIB, rel=1e-9, abs=2)
 
 
 @pytest.mark.parametrize(("total", "asked", "margin"), [(48, 45.6, 14), (40, 38, 0), (None, 48, 20)])
-def test_an_idle_gpu_of_the_same_size_is_enough(total: int | None, asked: float, margin: int) -> None:
-    need = needed(with_memory(total_bytes=total and total * GIB))
-    assert need.min_free_bytes == pytest.approx(asked * GIB, abs=2)
-    assert need.origin.endswith(f"plus {margin}%)")
+def test_an_idle_gpu_of_the_same_size_is_enough(tmp_path: Path, total: int | None, asked: float, margin: int) -> None:
+    ReportFile(tmp_path).save(with_memory(total_bytes=total and total * GIB))
+    min_free_bytes, origin = last_need(str(tmp_path))
+    assert min_free_bytes == pytest.approx(asked * GIB, abs=2)
+    assert origin.endswith(f"plus {margin}%)")
 
 
-def test_an_out_of_memory_run_gives_a_lower_bound() -> None:
+def test_an_out_of_memory_run_gives_a_lower_bound(tmp_path: Path) -> None:
     diagnosis = diagnose(A_RUN, out_of_memory=an_error(others=(GpuProcess(9, 12 * GIB),), allocated=8 * GIB))
     (needs, *_) = [one.evidence["needed_bytes"] for one in diagnosis.findings]
     assert 8.1 * GIB < float(needs) < 24 * GIB
-    need = needed(replace(REPORT, outcome="out of memory in forward at step 3", diagnosis=diagnosis, memory=()))
-    assert need.min_free_bytes == pytest.approx(1.2 * float(needs), abs=1)
-    assert "(at least " in need.origin
-    assert "on 2026-01-02, out of memory in forward at step 3, gpu_report.json, plus 20%)" in need.origin
+    outcome = "out of memory in forward at step 3"
+    ReportFile(tmp_path).save(replace(REPORT, outcome=outcome, diagnosis=diagnosis, memory=()))
+    min_free_bytes, origin = last_need(str(tmp_path))
+    assert min_free_bytes == pytest.approx(1.2 * float(needs), abs=1)
+    assert "(at least " in origin
+    assert f"on 2026-01-02, {outcome}, {tmp_path}" in origin
     diagnosis = diagnose(A_RUN, out_of_memory=an_error(allocated=23 * GIB))  # an idle one of 24 does not have that
-    need = needed(replace(REPORT, diagnosis=diagnosis, memory=()))
-    assert 23 * GIB < need.min_free_bytes == diagnosis.findings[0].evidence["needed_bytes"]
+    _, least_bytes = needed(replace(REPORT, diagnosis=diagnosis, memory=()))
+    assert 23 * GIB < least_bytes == diagnosis.findings[0].evidence["needed_bytes"]
 
 
 def save(folder: Path, report: Report, age: int) -> None:
@@ -109,7 +108,7 @@ def of_gib(size: int, **changed: Any) -> Report:
 
 
 def peak_in(folder: Path) -> int:
-    return round(last_need(str(folder)).min_free_bytes / 1.2 / GIB)
+    return round(last_need(str(folder))[0] / 1.2 / GIB)
 
 
 ON_CPU = replace(TRAINED, memory=(), settings={**TRAINED.settings, "device": "cpu"})
@@ -139,16 +138,18 @@ def test_the_last_run_of_the_same_script_is_preferred(tmp_path: Path) -> None:
         (["python", "new.py"], 10),
         ([], 10),
     ):
-        need = last_need(str(tmp_path), command)
-        assert round(need.min_free_bytes / 1.2 / GIB) == size
-        assert f" of LitModel in {'train' if size == 20 else 'other'}.py on " in need.origin
+        min_free_bytes, origin = last_need(str(tmp_path), command)
+        assert round(min_free_bytes / 1.2 / GIB) == size
+        script = "train" if size == 20 else "other"
+        assert f"GiB (peak {size}.0 GiB of LitModel in {script}.py on 2026-01-02, {tmp_path}" in origin
+        assert origin.endswith("gpu_report.json, plus 20%)")
 
 
 def test_a_replaced_run_is_still_known(tmp_path: Path) -> None:
     save(tmp_path / "gpu_report", of_gib(20), 20)
     save(tmp_path / "gpu_report", of_gib(30, **RUNS), 10)
     assert peak_in(tmp_path) == 20
-    assert "gpu_report/gpu_report.previous.json" in last_need(str(tmp_path)).origin
+    assert "gpu_report/gpu_report.previous.json" in last_need(str(tmp_path))[1]
     save(tmp_path / "gpu_report", of_gib(40), 0)
     assert peak_in(tmp_path) == 40
 
@@ -171,7 +172,7 @@ def test_the_newest_one_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     broken.write_text("{")
     os.utime(broken, (1e9 - 30,) * 2)
     assert peak_in(tmp_path) == 40  # a newer one is known
-    assert round(last_need(str(tmp_path), ["another.py"]).min_free_bytes / 1.2 / GIB) == 40
+    assert round(last_need(str(tmp_path), ["another.py"])[0] / 1.2 / GIB) == 40
     os.utime(broken, (1e9,) * 2)
     with pytest.raises(ReportError, match=rf"^min_free=last: {broken} is not a report .* Or remove the file, or pass"):
         last_need(str(tmp_path))

@@ -22,6 +22,7 @@ from lightning_gpu_tools import (
 from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.loaders.passes import Loading
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
+from lightning_gpu_tools.runs.run_report import Advisor
 from lightning_gpu_tools.trainer import num_workers_finder
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks
 from lightning_gpu_tools.trainer.fit_session import FitSession
