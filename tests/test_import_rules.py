@@ -27,7 +27,7 @@ HOMES: dict[str, set[str]] = {
     "lightning_fabric": set(),
     "lightning_utilities": {"trainer"},
     "pynvml": {"gpus/nvml"},
-    "matplotlib": {"reports/plot"},
+    "matplotlib": {"reports/page"},
     "torch": {"dry_run/recorder", "trainer", "runs", "loaders", "memory", "training", "checkpoints", "cli"},
 }
 # Decisions on data: they use nothing but the standard library, and nothing of it that asks the world outside.

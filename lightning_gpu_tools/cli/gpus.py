@@ -17,7 +17,7 @@ from lightning_gpu_tools.gpus.readings import FOREIGN, GpuClaim, GpuProcess, Gpu
 from lightning_gpu_tools.processes import INIT
 from lightning_gpu_tools.selection import claims as all_claims
 from lightning_gpu_tools.selection import cuda
-from lightning_gpu_tools.selection.ranking import effective_free_bytes, is_outdated
+from lightning_gpu_tools.selection.ranking import Request, effective_free_bytes, is_outdated, rank_gpus
 from lightning_gpu_tools.units import format_bytes, format_duration, line_width, printable
 
 if TYPE_CHECKING:
@@ -221,22 +221,15 @@ def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> tuple[str, ...
 
 def _use(gpu: GpuReading) -> str:
     """Return who uses the GPU, or why it cannot be used."""
-    if gpu.error:
-        return f"cannot be used: {printable(gpu.error, 300)}"
-    if gpu.mig_instances:
+    if gpu.mig_instances and not gpu.error:
         return f"{len(gpu.mig_instances)} MIG instances"
-    if gpu.mig_mode:
-        return "cannot be used: MIG mode without an instance"
-    if gpu.compute_mode == "prohibited":
-        return "cannot be used: compute mode PROHIBITED"
-    torch, lines = cuda.installed_torch([gpu]), []
-    if torch is not None and (why := torch.why_not(gpu)):
-        lines = [f"cannot be used: {why}"]
-    elif is_outdated(gpu):
+    rejections = rank_gpus([gpu], (), Request(), torch=cuda.installed_torch([gpu])).rejections
+    lines = [f"cannot be used: {printable(rejection.reason, 300)}" for rejection in rejections]
+    if not lines and is_outdated(gpu):
         lines = ["picked last: its compute capability is too old for torch's wheels on PyPI"]
-    if gpu.processes is None:
-        return lines[0] if lines else "?"
-    for one in gpu.processes:
+    if gpu.processes is None and not lines:
+        return "?"
+    for one in gpu.processes or ():
         memory = "" if one.memory_used_bytes is None else format_bytes(one.memory_used_bytes)
         process = one.name or (FOREIGN if one.is_foreign else f"pid {one.pid}")
         line = " ".join(printable(part) for part in (one.user, process, memory) if part)

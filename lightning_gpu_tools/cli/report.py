@@ -12,7 +12,7 @@ from dataclasses import asdict
 from lightning_gpu_tools.cli.pick import percent
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, render_comparison
-from lightning_gpu_tools.reports.page import render_page
+from lightning_gpu_tools.reports.page import render_page, svg_of
 from lightning_gpu_tools.reports.report import FILE_NAME, Report
 from lightning_gpu_tools.reports.report_file import as_json, find_report, load_report, to_json
 from lightning_gpu_tools.reports.text import in_color, render_markdown, render_text
@@ -85,8 +85,6 @@ def run(args: argparse.Namespace) -> int:
         elif args.format == "json":
             print(to_json(report), end="")
         else:
-            from lightning_gpu_tools.reports.plot import svg_of  # it imports matplotlib
-
             print(render_page(report, svg_of(report)), end="")
         return 0
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from itertools import islice
 
 from lightning_gpu_tools.advice.memory_account import CACHE, TENSORS
 from lightning_gpu_tools.advice.out_of_memory import CONTEXT_BYTES, CUDA_CONTEXT_BYTES, MARGIN
@@ -29,8 +30,7 @@ def last_need(folder: str, command: Sequence[str] = ()) -> tuple[int, str]:
     """
     still_running = of_another = None
     scripts = {os.path.basename(word) for word in command}
-    files = find_reports(folder)
-    for file in files[:_MAX_REPORTS]:
+    for file in islice(find_reports(folder), _MAX_REPORTS):
         try:
             report = load_report(file)
         except ReportError as error:

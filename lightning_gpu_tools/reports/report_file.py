@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ SCHEMA_VERSION = 3
 # NVML counts bytes in 64 bits. Sums and products of smaller numbers cannot overflow.
 _MAX_NUMBER = 2**64
 # Where reports are in a folder of runs: up to logs/name/version_0.
-_BELOW = ("*/", "*/*/", "*/*/*/")
+_BELOW = ("", "*/", "*/*/", "*/*/*/")
 _MAX_BYTES = 32 << 20  # a report of 8,192 GPUs has 25 MiB
 # A run writes its report at least this often.
 WRITE_EVERY_S = 60.0
@@ -149,14 +149,12 @@ def find_report(path: str | os.PathLike[str]) -> str:
         if files.status(folder).kind != "folder":
             return folder
         own = os.path.join(folder, FILE_NAME)
-        if files.exists(own):
-            return own
-        found = files.matching(folder, *(f"{below}{FILE_NAME}" for below in _BELOW))
+        newest = own if files.exists(own) else next(find_reports(folder), None)
     except OSError as error:
         raise _unreadable(folder, error) from None
-    if not found:
+    if newest is None:
         raise ReportError(f"There is no {FILE_NAME} in {printable_path(folder)} or below it. Pass the file itself.")
-    return max((report for report in found if not _is_beside_a_fit(report)), key=_modified)
+    return newest
 
 
 def run_folder(folder: str | os.PathLike[str]) -> str:
@@ -165,25 +163,20 @@ def run_folder(folder: str | os.PathLike[str]) -> str:
     return os.path.dirname(path) if os.path.basename(path) in ACTIVITIES else path
 
 
-def _is_beside_a_fit(file: str) -> bool:
-    folder = os.path.dirname(file)
-    run = run_folder(folder)
-    return run != folder and files.exists(os.path.join(run, FILE_NAME))
-
-
-def find_reports(folder: str) -> list[str]:
-    """Return the reports of runs in a local folder and below it, newest first, each followed by the one before it.
+def find_reports(folder: str) -> Iterator[str]:
+    """Yield the reports of runs in a folder and below it, newest first, each followed by the one before it.
 
     Those of validate, test and predict are left out if their run has a fit.
     """
-    found = sorted(files.matching(folder, *(f"{below}{FILE_NAME}" for below in ("", *_BELOW))), key=_modified)
-    runs = [os.path.dirname(file) for file in found[::-1] if not _is_beside_a_fit(file)]
-    paths = (os.path.join(run, name) for run in runs for name in (FILE_NAME, PREVIOUS_NAME))
-    return [*filter(files.exists, paths)]
-
-
-def _modified(file: str) -> tuple[float, str]:
-    return files.last_modified(file), file
+    found = files.matching(folder, *(f"{below}{FILE_NAME}" for below in _BELOW))
+    for file in sorted(found, key=lambda file: (files.last_modified(file), file), reverse=True):
+        folder = os.path.dirname(file)
+        run = run_folder(folder)
+        if run == folder or not files.exists(os.path.join(run, FILE_NAME)):
+            yield file
+            previous = os.path.join(folder, PREVIOUS_NAME)
+            if files.exists(previous):
+                yield previous
 
 
 def _unreadable(path: str, error: Exception) -> ReportError:

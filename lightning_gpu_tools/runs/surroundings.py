@@ -9,10 +9,11 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader
 
+from lightning_gpu_tools import files
 from lightning_gpu_tools.advice.failures import SHARED_MEMORY
 from lightning_gpu_tools.advice.workers_allowed import OPEN_IN_WORKER, named
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.gpus.readings import MAX_USERS, GpuClaim
+from lightning_gpu_tools.gpus.readings import GpuClaim, folded_claims
 from lightning_gpu_tools.host import affinity_cores, read_host_budget, shared_memory_bytes
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.settings import settings_of
@@ -35,12 +36,11 @@ def _of_checkpoints(run: Run) -> Iterator[str]:
     folder = run.checkpoint_folder
     if folder is None or "://" in folder:
         return
-    path = Path(folder).absolute()
-    place = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        reason = "permission denied" if place.is_dir() else f"{printable_path(place)} is not a folder"
+    try:
+        files.check_writable(folder)
+    except OSError as error:
         yield (
-            f"Checkpoints cannot be written to {printable_path(folder)}: {reason}. "
+            f"Checkpoints cannot be written to {printable_path(folder)}: {error.strerror or error}. "
             "Choose another folder: ModelCheckpoint(dirpath=...), or Trainer(default_root_dir=...)."
         )
         return
@@ -49,6 +49,8 @@ def _of_checkpoints(run: Run) -> Iterator[str]:
     weights = [*run.module.parameters(), *run.module.buffers()]
     trained = sum(weight.nbytes for weight in weights if weight.requires_grad)
     size = sum(weight.nbytes for weight in weights) + copies_per_weight(run.optimizers) * trained
+    path = Path(folder).absolute()
+    place = next(parent for parent in (path, *path.parents) if parent.exists())
     free, needed = shutil.disk_usage(place).free, _CHECKPOINTS * size
     if free < needed:
         yield (
@@ -88,20 +90,17 @@ def _of_loaders(run: Run, batch_bytes: int | None) -> Iterator[str]:
 def _claims_of_others(run: Run) -> Iterator[str]:
     gpus = {gpu.uuid: str(gpu.index) for gpu in gpu_readings(run.gpus)}
     others = [claim for claim in _claims_on(gpus) if not claims.is_of_own_job(claim) and claim.pid != os.getpid()]
-    named_users = [*dict.fromkeys(claim.user for claim in others)][:MAX_USERS]
-    of_users: dict[tuple[str, str], list[GpuClaim]] = {}  # one message per user, so that no user can flood the log
-    for claim in others:
-        for uuid in filter(claim.is_on, gpus):
-            user = claim.user if claim.user in named_users else "other users"
-            of_users.setdefault((gpus[uuid], user), []).append(claim)
-    for (gpu, user), those in of_users.items():
-        who = str(those[0]) if len(those) == 1 and user in named_users else f"{user} ({len(those)} claims)"
-        sizes = [claim.memory_bytes for claim in those if claim.memory_bytes]
-        much = format_bytes(sum(sizes)) if len(sizes) == len(those) else "all"
-        yield (
-            f"{printable(who)} has claimed {much} of the memory of GPU {gpu}, and may use it at any time. "
-            "Claim GPUs as well: choose them with this package, or with `lightning-gpu-tools run`."
-        )
+
+    def describe(claim: GpuClaim) -> str:
+        return f"{format_bytes(claim.memory_bytes) if claim.memory_bytes else 'all'} by {claim}"
+
+    for uuid, gpu in gpus.items():
+        if here := [claim for claim in others if claim.is_on(uuid)]:
+            yield (
+                f"Other jobs have claimed memory of GPU {gpu}, and may use it at any time: "
+                f"{printable(', '.join(folded_claims(here, describe)), 500)}. "
+                "Claim GPUs as well: choose them with this package, or with `lightning-gpu-tools run`."
+            )
 
 
 def claimed_bytes(run: Run) -> int | None:

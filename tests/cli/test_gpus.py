@@ -48,7 +48,7 @@ def test_the_table_shows_memory_load_users_claims_and_faults(driver: Driver, cal
         "fallen off the bus",
         f"2:0 1g.10gb {driver.gpus[2].mig[0].uuid[:12]} 4.00 GiB 10.0 GiB ? nobody",
         "PROHIBITED",
-        "MIG mode without an instance",
+        "is in MIG mode but has no instance",
     ):
         assert words in text
     assert max(map(len, answer.stdout.splitlines())) <= 100

@@ -14,8 +14,7 @@ from lightning_gpu_tools.training.run_measurements import SourceLine
 
 pytest.importorskip("matplotlib", reason="needs the extra plot")
 
-from lightning_gpu_tools.reports.page import render_page
-from lightning_gpu_tools.reports.plot import png_of, svg_of
+from lightning_gpu_tools.reports.page import png_of, render_page, svg_of
 
 # What a page may consist of, outside its picture.
 TAGS = {

@@ -178,7 +178,7 @@ def test_a_failed_write_leaves_only_the_old_report(tmp_path: Path) -> None:
 
 def test_neither_dollar_signs_nor_a_users_style_break_the_picture() -> None:
     matplotlib = pytest.importorskip("matplotlib")
-    from lightning_gpu_tools.reports.plot import png_of
+    from lightning_gpu_tools.reports.page import png_of
 
     costly = replace(REPORT, diagnosis=replace(REPORT.diagnosis, why="$\\frac$ of $5_{ is text"))
     with matplotlib.rc_context({"text.usetex": True, "text.parse_math": True}):

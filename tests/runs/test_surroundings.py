@@ -38,7 +38,7 @@ def told(folder: Path, **options: Any) -> list[str]:
 def test_an_unwritable_checkpoint_folder_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (message,) = told(tmp_path, dirpath=tmp_path / "file" / "checkpoints")
-    assert f"{tmp_path / 'file'} is not a folder" in message
+    assert f"{tmp_path / 'file' / 'checkpoints'}: Not a directory. " in message
     option, trainers_option = re.findall(r"\((\w+)=\.\.\.\)", message)
     assert told(tmp_path, **{option: tmp_path / "other", "every_n_epochs": 1}) == []
     assert list((tmp_path / "other").iterdir())

@@ -186,7 +186,9 @@ def test_a_job_without_a_claim_hears_of_rivals(
         other.stdout.readline()
         made = Trainer(accelerator="cuda", devices=1, strategy="ddp", logger=False)
         (message,) = shortcomings(TrainerRun(made), None)
-        assert f"(pid {other.pid}) has claimed 8.00 GiB of the memory of GPU 0" in message
+        assert re.search(
+            rf"memory of GPU 0, and may use it at any time: 8\.00 GiB by \w+ \(pid {other.pid}\)\.", message
+        )
         (program,) = re.findall(r"or with `lightning-gpu-tools (\w+)`", message)
         command = [sys.executable, "-m", "lightning_gpu_tools", program, "--min-free", "1GiB", "--", "sh", "-c"]
         assert claimed_bytes(TrainerRun(made)) is None
