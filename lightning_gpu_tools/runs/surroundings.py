@@ -14,7 +14,7 @@ from lightning_gpu_tools.advice.failures import SHARED_MEMORY
 from lightning_gpu_tools.advice.workers_allowed import OPEN_IN_WORKER, named
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim, folded_claims
-from lightning_gpu_tools.host import affinity_cores, read_host_budget, shared_memory_bytes
+from lightning_gpu_tools.host import shared_memory_bytes
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.runs.errors import copies_per_weight
@@ -60,22 +60,14 @@ def _of_checkpoints(run: Run) -> Iterator[str]:
 
 
 def _of_loaders(run: Run, batch_bytes: int | None) -> Iterator[str]:
-    ranks = run.place.local_ranks
     if run.loader is not None:
-        settings = settings_of(run.loader)
-        workers, shm_bytes = settings.num_workers * ranks, shared_memory_bytes()
+        settings, shm_bytes = settings_of(run.loader), shared_memory_bytes()
+        workers = settings.num_workers * run.place.local_ranks
         ahead_bytes = workers * (settings.prefetch_factor or 0) * (batch_bytes or 0)
         if shm_bytes is not None and ahead_bytes > shm_bytes:
             yield (
                 f"The DataLoader's workers prefetch up to {format_bytes(ahead_bytes)} of batches, but "
                 f"/dev/shm has only {format_bytes(shm_bytes)}. {SHARED_MEMORY}"
-            )
-        cores = read_host_budget(local_ranks=ranks).cores
-        # torch itself warns about more workers than cores, but ignores other ranks and quotas.
-        if cores < workers and settings.num_workers <= affinity_cores():
-            yield (
-                f"The ranks on this machine have {workers} DataLoader workers in total, but only {cores:g} "
-                f"CPU core{'s' * (cores != 1)}. Lower num_workers, or request more cores."
             )
     loaders = [one.loader for one in run.loaders if isinstance(one.loader, DataLoader)]
     facts = [read_loader_facts(loader) for loader in loaders if loader.num_workers]

@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, select_gpus
-from lightning_gpu_tools.advice.examples import a_host
 from lightning_gpu_tools.runs import surroundings
 from lightning_gpu_tools.selection.claims import read_ledger
 from lightning_gpu_tools.training.rank_exchange import RankPlace
@@ -48,21 +47,18 @@ def test_an_unwritable_checkpoint_folder_is_reported_once(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("free", "shm", "cores", "says"),
+    ("free", "shm", "says"),
     [
-        (8000, 2**20, 4, []),
-        (7999, 2**20, 4, ["left, but two checkpoints need 7.81 KiB"]),
-        (8000, 2**20 - 1, 4, ["prefetch up to 1.00 MiB of batches, but /dev/shm has only"]),
-        (8000, 2**20, 3.5, ["4 DataLoader workers in total, but only 3.5 CPU cores"]),
+        (8000, 2**20, []),
+        (7999, 2**20, ["left, but two checkpoints need 7.81 KiB"]),
+        (8000, 2**20 - 1, ["prefetch up to 1.00 MiB of batches, but /dev/shm has only"]),
     ],
 )
 def test_each_shortage_is_named_with_its_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, shm: int, cores: float, says: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, shm: int, says: list[str]
 ) -> None:
     monkeypatch.setattr(surroundings.shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
     monkeypatch.setattr(surroundings, "shared_memory_bytes", lambda: shm)
-    monkeypatch.setattr(surroundings, "read_host_budget", lambda **options: a_host(cores))
-    monkeypatch.setattr(surroundings, "affinity_cores", lambda: 4)
     layer = torch.nn.Linear(1000, 1, bias=False)
     run = SimpleNamespace(
         checkpoint_folder=str(tmp_path / "checkpoints"),
