@@ -31,7 +31,7 @@ from harness import make_parser, write_result
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpu_tools import find_loader_settings
-from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.types import LoaderResult
 
 Cell = tuple[int, int | None]  # num_workers and prefetch_factor

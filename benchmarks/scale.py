@@ -42,8 +42,7 @@ from lightning_gpu_tools.advice.causes.time import straggler
 from lightning_gpu_tools.advice.examples import gpu_run
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSummary
 from lightning_gpu_tools.reports.page import png_of
-from lightning_gpu_tools.reports.report import RUNNING
-from lightning_gpu_tools.reports.report_file import load_report, to_json
+from lightning_gpu_tools.reports.report import RUNNING, load_report, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs.ranks import steps_of
 from lightning_gpu_tools.runs.run_report import describe

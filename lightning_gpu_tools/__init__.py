@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.errors import LightningGpuToolsError as LightningGpuToolsError
     from lightning_gpu_tools.loaders.search import find_loader_settings as find_loader_settings
     from lightning_gpu_tools.memory.free_memory import free_memory as free_memory
-    from lightning_gpu_tools.reports.report_file import load_report as load_report
+    from lightning_gpu_tools.reports.report import load_report as load_report
     from lightning_gpu_tools.selection.picking import list_gpus as list_gpus
     from lightning_gpu_tools.selection.picking import select_gpus as select_gpus
     from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO as PortableCheckpointIO
@@ -39,7 +39,7 @@ _MODULE_OF = {
     "free_memory": "memory.free_memory",
     "list_gpus": "selection.picking",
     "load_from_checkpoint": "trainer.load_from_checkpoint",
-    "load_report": "reports.report_file",
+    "load_report": "reports.report",
     "load_weights": "checkpoints.weights",
     "select_gpus": "selection.picking",
     "watch": "trainer.watch",

@@ -17,7 +17,7 @@ from lightning_gpu_tools import errors, strategies, types
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.findings import Verdict
 from lightning_gpu_tools.cli.explain import GROUPS
-from lightning_gpu_tools.reports.report_file import SCHEMA_VERSION, load_report
+from lightning_gpu_tools.reports.report import SCHEMA_VERSION, load_report
 from lightning_gpu_tools.reports.text import render_text
 
 DOCS = ROOT / "docs"

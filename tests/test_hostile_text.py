@@ -33,7 +33,7 @@ from lightning_gpu_tools import (
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.gpus.metrics import Series
 from lightning_gpu_tools.gpus.nvml import read_gpus
-from lightning_gpu_tools.reports.report_file import load_report, to_json
+from lightning_gpu_tools.reports.report import load_report, to_json
 from lightning_gpu_tools.runs.publish import wait_for_drawings
 from lightning_gpu_tools.units import printable
 

@@ -15,8 +15,7 @@ from lightning_gpu_tools.advice.findings import Cause
 from lightning_gpu_tools.advice.memory_account import PARTS
 from lightning_gpu_tools.cli import parser
 from lightning_gpu_tools.gpus.metrics import LOGGED
-from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.reports.report_file import SCHEMA_VERSION
+from lightning_gpu_tools.reports.report import SCHEMA_VERSION, Report
 from lightning_gpu_tools.selection.ranking import OPTIONS
 from lightning_gpu_tools.training.phases import PHASES
 

@@ -13,8 +13,7 @@ from lightning_gpu_tools.cli.pick import percent
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, render_comparison
 from lightning_gpu_tools.reports.page import render_page, svg_of
-from lightning_gpu_tools.reports.report import FILE_NAME, Report
-from lightning_gpu_tools.reports.report_file import as_json, find_report, load_report, to_json
+from lightning_gpu_tools.reports.report import FILE_NAME, Report, as_json, find_report, load_report, to_json
 from lightning_gpu_tools.reports.text import in_color, render_markdown, render_text
 from lightning_gpu_tools.units import printable_path
 

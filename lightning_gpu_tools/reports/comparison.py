@@ -15,8 +15,7 @@ from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.findings import LOADER_SETTINGS, label_of, mean_interval, median_interval
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.files import last_modified, matching
-from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report
-from lightning_gpu_tools.reports.report_file import load_report, run_folder
+from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report, load_report, run_folder
 from lightning_gpu_tools.reports.text import escape_markdown
 from lightning_gpu_tools.training.phases import PAUSES, TRAINING_STEP
 from lightning_gpu_tools.units import format_duration, printable, wrapped

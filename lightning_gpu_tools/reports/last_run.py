@@ -10,8 +10,7 @@ from itertools import islice
 from lightning_gpu_tools.advice.memory_account import CACHE, TENSORS
 from lightning_gpu_tools.advice.out_of_memory import CONTEXT_BYTES, CUDA_CONTEXT_BYTES, MARGIN
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.reports.report import COMPLETED, FILE_NAME, RUNNING, Report
-from lightning_gpu_tools.reports.report_file import find_reports, load_report
+from lightning_gpu_tools.reports.report import COMPLETED, FILE_NAME, RUNNING, Report, find_reports, load_report
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 _MAX_REPORTS = 50  # our default

@@ -17,8 +17,7 @@ from lightning_gpu_tools import files
 from lightning_gpu_tools.advice.findings import gain, label_of
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount
 from lightning_gpu_tools.reports.gpu_table import gpu_rows
-from lightning_gpu_tools.reports.report import DRAWN, FILE_NAME, Report
-from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.report import DRAWN, FILE_NAME, Report, load_report
 from lightning_gpu_tools.reports.text import (
     LINE_COLUMNS,
     cause_phase,

@@ -23,8 +23,7 @@ from lightning_gpu_tools import files
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
 from lightning_gpu_tools.reports.page import render_page
-from lightning_gpu_tools.reports.report import COMPLETED, DRAWN, PREVIOUS_NAME, Report
-from lightning_gpu_tools.reports.report_file import ReportFile, run_folder
+from lightning_gpu_tools.reports.report import COMPLETED, DRAWN, PREVIOUS_NAME, Report, ReportFile, run_folder
 from lightning_gpu_tools.reports.text import in_color, render_text
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.units import printable, printable_path, wrapped

@@ -19,8 +19,7 @@ from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import process_id
-from lightning_gpu_tools.reports.report import RUNNING, Report
-from lightning_gpu_tools.reports.report_file import WRITE_EVERY_S, ReportFile
+from lightning_gpu_tools.reports.report import RUNNING, WRITE_EVERY_S, Report, ReportFile
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.surroundings import claimed_bytes
 from lightning_gpu_tools.training.phases import MONITORING, TRAINING_STEP, base_phase

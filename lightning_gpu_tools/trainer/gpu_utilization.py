@@ -13,8 +13,7 @@ from typing_extensions import override
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored
-from lightning_gpu_tools.reports.report import COMPLETED, FOLDER_NAME
-from lightning_gpu_tools.reports.report_file import ReportFile, warn_if_not_writable
+from lightning_gpu_tools.reports.report import COMPLETED, FOLDER_NAME, ReportFile, warn_if_not_writable
 from lightning_gpu_tools.runs.publish import notify, publish, say, say_verdict
 from lightning_gpu_tools.runs.run_report import Advisor, RunningReport, check_thresholds, conclude, describe
 from lightning_gpu_tools.runs.stall_watch import check_stall_after

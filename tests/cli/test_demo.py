@@ -8,7 +8,7 @@ from pathlib import Path
 from rank_processes import run_ranks
 
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.trainer import demo as demo_training
 
 

@@ -12,7 +12,7 @@ from fake_driver import Driver, gpu, process
 from sample_report import TRAINED
 
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.reports.report import ReportFile
 
 HEAVY = {"torch", "lightning", "pytorch_lightning", "rich", "numpy"}
 

@@ -14,7 +14,7 @@ from fake_driver import Driver, gpu
 from sample_report import TRAINED
 
 from lightning_gpu_tools import select_gpus
-from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.reports.report import ReportFile
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -12,7 +12,7 @@ import pytest
 from sample_report import REPORT
 
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.reports.report_file import ReportFile, load_report
+from lightning_gpu_tools.reports.report import ReportFile, load_report
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.run_measurements import SourceLine
 

@@ -22,7 +22,7 @@ from lightning_gpu_tools import GPUUtilizationMonitor
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.memory import counters
 from lightning_gpu_tools.memory.holdings import workspace_sizes
-from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.reports.text import render_text
 
 MIB, GIB = 2**20, 2**30

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 from trainings import Model, Samples, loader, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, watch
-from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.report import Report, load_report
 
 BUFFER_BYTES = 2**28
 

@@ -18,8 +18,7 @@ from lightning_gpu_tools.reports.comparison import (
     headline,
     render_comparison,
 )
-from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.reports.report import Report, ReportFile
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 

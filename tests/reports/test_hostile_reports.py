@@ -22,7 +22,7 @@ from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.comparison import earlier_report
-from lightning_gpu_tools.reports.report_file import SCHEMA_VERSION, ReportFile, from_json, load_report, to_json
+from lightning_gpu_tools.reports.report import SCHEMA_VERSION, ReportFile, from_json, load_report, to_json
 from lightning_gpu_tools.training.run_measurements import (
     LoaderResult,
     LoaderSettings,

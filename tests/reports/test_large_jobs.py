@@ -12,8 +12,7 @@ from simulated_report import DAY_S, simulated_report
 from lightning_gpu_tools.advice.memory_account import PARTS, OtherProcess
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.reports.report_file import ReportFile, from_json, to_json
+from lightning_gpu_tools.reports.report import Report, ReportFile, from_json, to_json
 from lightning_gpu_tools.reports.text import render_markdown, render_text
 from lightning_gpu_tools.training.phases import PHASES
 

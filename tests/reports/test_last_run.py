@@ -16,8 +16,7 @@ from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.processes import process_id
 from lightning_gpu_tools.reports.last_run import claim_sentence, last_need, need_of
-from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.reports.report import Report, ReportFile
 from lightning_gpu_tools.reports.text import render_text
 
 ACCOUNT = TRAINED.memory[0]

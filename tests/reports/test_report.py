@@ -16,7 +16,7 @@ from lightning_gpu_tools.advice.examples import STEP, gpu_run
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.advice.verdict import early_warnings
 from lightning_gpu_tools.memory.readings import MemoryGrowth
-from lightning_gpu_tools.reports.report_file import ReportFile, from_json, load_report, to_json
+from lightning_gpu_tools.reports.report import ReportFile, from_json, load_report, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.run_measurements import LoaderResult, LoaderSettings, LoaderTrial
 
@@ -164,7 +164,7 @@ def test_a_failed_write_leaves_only_the_old_report(tmp_path: Path) -> None:
     ReportFile(tmp_path).save(REPORT)
     code = (
         "import resource, sys\n"
-        "from lightning_gpu_tools.reports.report_file import ReportFile, load_report\n"
+        "from lightning_gpu_tools.reports.report import ReportFile, load_report\n"
         "report = load_report(sys.argv[1])\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"  # as on a full disk: the file ends after 100 bytes
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"

@@ -13,8 +13,7 @@ from sample_report import REPORT
 
 from lightning_gpu_tools.processes import ProcessId, process_id
 from lightning_gpu_tools.reports.comparison import earlier_report
-from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.reports.report_file import ReportFile, load_report
+from lightning_gpu_tools.reports.report import Report, ReportFile, load_report
 from lightning_gpu_tools.reports.text import render_text
 
 OWN = process_id(os.getpid())

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from trainings import Model, Samples, background_threads, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.reports.report import ReportFile
 from lightning_gpu_tools.runs import run_report
 
 

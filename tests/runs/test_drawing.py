@@ -15,7 +15,7 @@ from sample_report import REPORT
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.reports.report import ReportFile
 from lightning_gpu_tools.runs.publish import publish, wait_for_drawings
 
 pytest.importorskip("matplotlib", reason="needs the extra plot")
@@ -92,7 +92,7 @@ PUBLISH = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from sample_report import REPORT
-from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.reports.report import ReportFile
 from lightning_gpu_tools.runs.publish import publish
 publish(REPORT, ReportFile(sys.argv[2]))
 """

@@ -15,7 +15,7 @@ from rank_processes import run_ranks, train_on_two_nodes
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, PortableCheckpointIO
-from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.report import load_report
 
 # How much longer a sample takes on the second node.
 SLOWER_S = 0.06

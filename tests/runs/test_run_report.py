@@ -19,7 +19,7 @@ from trainings import Model, Samples, loader, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.reports.report import ReportFile
 from lightning_gpu_tools.runs import publish as publishing
 from lightning_gpu_tools.runs import run_report
 from lightning_gpu_tools.runs.publish import publish

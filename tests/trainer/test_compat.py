@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from trainings import Model, Samples, hide, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, patches
-from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.training import compat as torch_compat
 from lightning_gpu_tools.training.rank_exchange import RankExchange, RankPlace

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from trainings import Model, Samples, loader, quiet_trainer
 
 import lightning_gpu_tools
-from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks, PortableCheckpointIO
 from lightning_gpu_tools.trainer.entry_points import callbacks_factory
 from lightning_gpu_tools.trainer.gpu_utilization import GPUUtilizationMonitor

@@ -20,7 +20,7 @@ from trainings import Boom, Model, Raise, Samples, Tunable, background_threads, 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.memory import history
-from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.report import load_report
 
 
 def train(

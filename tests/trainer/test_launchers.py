@@ -19,7 +19,7 @@ from launched_jobs import MEET, PLACE, free_port, live_claims, said
 from sample_report import TRAINED
 from slurm_cluster import WHY_NOT as WHY_NO_SLURM
 
-from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.reports.report import ReportFile
 
 TESTS = Path(__file__).parents[1]
 AGREED = {0: [3, 2], 1: [3, 2]}

@@ -20,7 +20,7 @@ from sample_report import TRAINED
 
 from lightning_gpu_tools import FreeMemoryCUDAAccelerator, NumWorkersFinder, select_gpus
 from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError, UnknownOptionError
-from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.reports.report import ReportFile
 from lightning_gpu_tools.selection import ranking
 from lightning_gpu_tools.selection.ranking import Request
 from lightning_gpu_tools.strategies import (

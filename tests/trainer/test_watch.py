@@ -16,7 +16,7 @@ from own_loops import Network, traces
 from trainings import Boom, HandClock, Samples, fault_in, loader
 
 from lightning_gpu_tools import watch
-from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.trainer.loop_timer import LoopTimer
 from lightning_gpu_tools.types import TrainingWatch
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from trainings import HandClock, Samples, loader
 
 from lightning_gpu_tools import PortableCheckpointIO, load_weights, watch
-from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.report import load_report
 
 FAMILIES = ["lightning.fabric", "lightning_fabric"]
 
