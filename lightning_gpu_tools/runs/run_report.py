@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -58,7 +59,8 @@ def describe(session: Session, outcome: str, measured: RunMeasurements | None = 
     During the run, it lacks the timelines of GPUs, the memory of other ranks, and the overhead of measuring.
     """
     ended = outcome != RUNNING
-    recorder = session.begin()
+    recorder = session.begin() if measured is None else session.recorder
+    assert recorder is not None
     measured = measured or recorder.measurements()
     diagnosis = conclude(session, measured)
     assert diagnosis is not None
@@ -72,7 +74,7 @@ def describe(session: Session, outcome: str, measured: RunMeasurements | None = 
     elif watch is not None:
         session.warn(*watch.take_metrics()[1])
     gpus = _with_waits((*gpus, *recorder.ranks.gpus_of_other_nodes()), measured)
-    settings = {
+    settings: dict[str, Any] = {
         "script": None if sys.argv[:1] in ([], [""], ["-c"]) else os.path.basename(sys.argv[0]),
         "dataset": None if run.loader is None else type(run.loader.dataset).__qualname__,
         "cpu": f"{processor_name()}, {measured.host.cores:g} cores",
