@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -21,7 +20,7 @@ from lightning_gpu_tools.gpus.metrics import Timeline
 from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape
 from lightning_gpu_tools.memory.blocks import MemoryRecorder, by_line, live_blocks
-from lightning_gpu_tools.memory.counters import read_memory
+from lightning_gpu_tools.memory.counters import MemoryCounters, read_memory
 from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
 from lightning_gpu_tools.memory.readings import MemoryReading
 from lightning_gpu_tools.reports.report import COMPLETED
@@ -47,7 +46,7 @@ class Ending:
         self.batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch in use
         self.batch_bytes = 0  # on the GPU, of the last batch at whose start the bytes in tensors were read
         self.next_step = math.inf if run.gpu is None else 0.0  # the next one to read at its start
-        self.usual: Callable[[], Collection[int]] = tuple  # addresses of blocks that belong to the optimizers
+        self.counters: MemoryCounters | None = None  # of this rank's GPU, once training has begun
         self.begins = Timeline(_MAX_POINTS, 1.0)  # bytes in tensors at the start of steps
         self.validation_begins = Timeline(_MAX_POINTS, 1.0)  # the same for the batches of the last validation
         self._count = 0  # of the allocator's failures; the program or cuDNN may have continued after each
@@ -134,7 +133,7 @@ class Ending:
             phase=self.clock.current.phase, grad_enabled=torch.is_grad_enabled(), reading=self.counted()
         )
         if self._count.bit_count() == 1:  # a program may catch one in every step
-            usual = self.usual()
+            usual = () if self.counters is None else self.counters.usual  # blocks that belong to the optimizers
             blocks = (one for one in live_blocks(self._gpu) if one.stack and one.address not in usual)
             self.last = replace(self.last, lines=by_line(blocks))
 

@@ -22,7 +22,6 @@ from lightning_gpu_tools.advice.findings import is_of_program
 from lightning_gpu_tools.advice.out_of_memory import begin_bytes, is_out_of_memory
 from lightning_gpu_tools.host import shared_memory_bytes
 from lightning_gpu_tools.loaders.workers import OF_LIVING_WORKERS, wait_for_exit_codes
-from lightning_gpu_tools.memory.counters import MemoryCounters
 from lightning_gpu_tools.memory.holdings import count_holdings
 from lightning_gpu_tools.memory.out_of_memory import (
     LOADING_CHECKPOINT,
@@ -93,20 +92,13 @@ def message_of(error: BaseException, exits: Sequence[WorkerExit]) -> OutOfMemory
 
 
 def with_facts(
-    message: OutOfMemory,
-    error: BaseException,
-    step: int,
-    *,
-    ending: Ending,
-    counters: MemoryCounters | None,
-    recorder: RunRecorder | None,
-    kills: int,
+    message: OutOfMemory, error: BaseException, step: int, *, ending: Ending, recorder: RunRecorder | None, kills: int
 ) -> OutOfMemory | None:
     """Return the message of an error with the other facts at that time; ``None`` if it has another meaning here.
 
     The counters keep what was in use then. ``recorder`` has facts about the run, once training has begun.
     """
-    run, clock = ending.run, ending.clock
+    run, clock, counters = ending.run, ending.clock, ending.counters
     memory = None if counters is None else counters.facts()
     found = replace(
         message,

@@ -148,9 +148,7 @@ class Session:
                 self.background.add("Keeping the claim", self._keep_claims)
             recorder.lines.start(self.clock.thread_id)
             self.threads += recorder.lines, recorder.ranks.exchange
-            memory = self.timer.memory
-            if memory is not None:
-                self.ending.usual = lambda: memory.usual
+            self.ending.counters = self.timer.memory
             self.recorder = recorder
         return self.recorder
 
@@ -266,15 +264,7 @@ class Session:
                 self.begin()  # the error may have been raised before training began
             found = None
             if message is not None:
-                found = with_facts(
-                    message,
-                    error,
-                    step,
-                    ending=ending,
-                    counters=self.timer.memory,
-                    recorder=self.recorder,
-                    kills=kills,
-                )
+                found = with_facts(message, error, step, ending=ending, recorder=self.recorder, kills=kills)
             ending.note_error(error, step, failure, found)
         return ending.outcome
 
