@@ -19,7 +19,7 @@ from lightning_gpu_tools.advice.memory_account import MemoryAccount, accounts
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.memory.readings import RankMemory
-from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.runs.run import Run, Timer
 from lightning_gpu_tools.training.background import SafeReader
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
@@ -33,9 +33,7 @@ from lightning_gpu_tools.training.phases import (
     is_outside_step,
 )
 from lightning_gpu_tools.training.rank_exchange import Entry, RankExchange, RankPlace
-from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import RankStep, SourceLine, StepBlock
-from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.units import number_ranges
 
 _T = TypeVar("_T")
@@ -162,14 +160,15 @@ def _with_waits(ranks: tuple[RankStep, ...], waits: Mapping[int, Mapping[str, An
     )
 
 
-def own_step(run: Run, clock: StepClock, rank_waits: RankWaits, lines: Iterable[SourceLine]) -> RankStep | None:
+def own_step(run: Run, timer: Timer, lines: Iterable[SourceLine]) -> RankStep | None:
     """Return this rank's step, with its most frequent lines; ``None`` before steady steps."""
+    clock = timer.clock
     if not clock.blocks:
         return None
     parts = ["data_loading", "host_to_device_copy"]
-    gpu_s = _own_gpu_s(run, clock, rank_waits)
+    gpu_s = _own_gpu_s(run, timer)
     if not gpu_s and (run.is_plain_ddp or run.gpus):  # over NCCL, the host waits for no rank within these
-        parts += ["forward", "optimizer", *([] if rank_waits.unseen else ["backward"])]
+        parts += ["forward", "optimizer", *([] if timer.rank_waits.unseen else ["backward"])]
     total = sum(clock.blocks, StepBlock())
     outside_step_s = {
         phase: seconds / max(1, clock.steps)
@@ -207,12 +206,12 @@ def _by_part(phase_s: Mapping[str, float]) -> defaultdict[str, float]:
     return found
 
 
-def own_waits(run: Run, clock: StepClock, rank_waits: RankWaits) -> dict[str, Any]:
+def own_waits(run: Run, timer: Timer) -> dict[str, Any]:
     """Return the times that tell, next to those of other ranks, how long a rank with a GPU waits for them."""
     if run.gpu is None:
         return {}
-    idle = clock.gpu_idle() if _own_gpu_s(run, clock, rank_waits) else None
-    total = sum(clock.blocks, StepBlock())
+    idle = timer.clock.gpu_idle() if _own_gpu_s(run, timer) else None
+    total = sum(timer.clock.blocks, StepBlock())
     return {
         "by_step": {} if idle is None else {str(step): round(s, 6) for step, s in idle.rank_wait_s.items()},
         "of_host_s": _by_part(total.phase_s)[RANK_WAIT] / max(1, total.steps),
@@ -220,12 +219,12 @@ def own_waits(run: Run, clock: StepClock, rank_waits: RankWaits) -> dict[str, An
     }
 
 
-def _own_gpu_s(run: Run, clock: StepClock, waits: RankWaits) -> dict[str, float]:
+def _own_gpu_s(run: Run, timer: Timer) -> dict[str, float]:
     """Return the GPU's own times for the parts of a step; empty if it waits for other ranks within them.
 
     A GPU that waits in forward, such as for SyncBatchNorm's statistics, also waits in backward.
     """
-    idle = clock.gpu_idle()
+    idle, waits = timer.clock.gpu_idle(), timer.rank_waits
     if not run.is_plain_ddp or waits.unseen_on_gpu or any(map(waits.waited_within, (FORWARD, OPTIMIZER))):
         return {}
     if idle is None or len(idle.last_steps) < _MIN_GPU_SAMPLES:

@@ -37,7 +37,7 @@ from lightning_gpu_tools.training.run_measurements import (
     StepBlock,
 )
 from lightning_gpu_tools.training.source_lines import Compilations
-from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
+from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
 
 # Our defaults.
 _WARM_UP_POLL_S = 0.4  # until the memory that the first steps fill, such as caches, is there
@@ -57,7 +57,6 @@ class RunRecorder:
     def __init__(
         self,
         run: Run,
-        clock: StepClock,
         timer: Timer,
         watch: GpuWatch | None,
         *,
@@ -70,7 +69,8 @@ class RunRecorder:
         self.gpus = RunGpus(run, watch, self.reader)
         self.largest_batch_size: int | None = None  # in samples, that fits on this rank's GPU
         self.batch_bytes: int | None = None  # of the first batch
-        self._clock, self._timer = clock, timer
+        self._timer = timer
+        self._clock = clock = timer.clock
         self._is_monitored = is_monitored
         self._on_gpu = bool(run.gpus)
         self._storage: Storage | None = None  # of the dataset
@@ -206,11 +206,11 @@ class RunRecorder:
         """Publish this rank's speed; the first rank of every other node also publishes its GPUs."""
         if self.run.place.world_size == 1:
             return
-        clock, waits, watch = self._clock, self._timer.rank_waits, self.gpus.watch
-        own = own_step(self.run, clock, waits, self._source_lines())
+        watch = self.gpus.watch
+        own = own_step(self.run, self._timer, self._source_lines())
         facts: dict[str, Any] = {
             "own_step": None if own is None else asdict(own),
-            "waits": own_waits(self.run, clock, waits),
+            "waits": own_waits(self.run, self._timer),
             "largest_batch_size": self.largest_batch_size,
         }
         if self._is_monitored and watch is not None and self.run.place.rank != 0:

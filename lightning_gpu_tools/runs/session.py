@@ -135,7 +135,6 @@ class Session:
                 self.warn(*([self.gpu_note] if self.gpu_note else []))
             recorder = RunRecorder(
                 self.run,
-                self.clock,
                 self.timer,
                 self.gpus,
                 name=f"{self._name}/measured",
