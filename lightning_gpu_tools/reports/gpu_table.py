@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.readings import not_none
-from lightning_gpu_tools.units import line_width, number_ranges, plural, printable
+from lightning_gpu_tools.units import line_width, plural, printable
 
 _MAX_ROWS = 16  # our default: two machines of eight GPUs fit on a screen next to the rest of the report
 _MAX_ERRORS = 5
-_MAX_NODES_NAMED = 8
+_MAX_NAMED = 8
 
 
 class _Column(NamedTuple):
@@ -94,13 +95,21 @@ def gpu_lines(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
     return lines
 
 
+def gpu_label(gpu: GpuSummary | MemoryAccount) -> str:
+    """Return the short name of a GPU."""
+    return f"{f'node {gpu.node} ' if gpu.node else ''}GPU {gpu.index}"
+
+
 def gpu_sentences(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
     """Return what the table does not show: errors, and the energy of all GPUs."""
     by_error: defaultdict[str, list[GpuSummary]] = defaultdict(list)
     for gpu in gpus:
         for error in gpu.errors:
             by_error[printable(error)].append(gpu)
-    lines = [f"ERROR on {_names(some, gpus)}: {error}" for error, some in by_error.items()]
+    lines = []
+    for error, some in by_error.items():
+        names = ", ".join(map(gpu_label, some)) if len(some) <= _MAX_NAMED else f"{len(some):,} GPUs"
+        lines.append(f"ERROR on {names}: {error}")
     more = 0 if full else len(lines) - _MAX_ERRORS
     if more > 0:
         lines[_MAX_ERRORS:] = [f"{plural(more, 'more GPU error')} (lightning-gpu-tools report FILE --full)"]
@@ -108,17 +117,3 @@ def gpu_sentences(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str
     if watt_hours:
         lines.append(f"GPU energy: {watt_hours:,.1f} Wh.")
     return lines
-
-
-def _names(gpus: Sequence[GpuSummary], everyone: Sequence[GpuSummary]) -> str:
-    """Return a name for some of a job's GPUs: ``GPU 3``, ``node 2 GPUs 0 to 7``, ``9 GPUs on nodes 3 to 6``."""
-    by_node: defaultdict[int, list[int]] = defaultdict(list)
-    for gpu in gpus:
-        by_node[gpu.node].append(gpu.index)
-    if len(by_node) > _MAX_NODES_NAMED:
-        return f"{len(gpus):,} GPUs on nodes {number_ranges(by_node)}"
-    has_nodes = any(gpu.node for gpu in everyone)
-    return ", ".join(
-        f"{f'node {node} ' * has_nodes}GPU{'s' * (len(indices) > 1)} {number_ranges(indices)}"
-        for node, indices in by_node.items()
-    )

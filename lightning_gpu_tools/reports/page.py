@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 from lightning_gpu_tools import files
 from lightning_gpu_tools.advice.findings import gain, label_of
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount
-from lightning_gpu_tools.reports.gpu_table import gpu_rows
+from lightning_gpu_tools.reports.gpu_table import gpu_label, gpu_rows
 from lightning_gpu_tools.reports.report import DRAWN, FILE_NAME, Report, load_report
 from lightning_gpu_tools.reports.text import (
     LINE_COLUMNS,
     cause_phase,
     fullest_first,
-    gpu_label,
     line_label,
     line_rows,
     measuring_lines,

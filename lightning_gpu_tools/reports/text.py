@@ -16,9 +16,8 @@ from lightning_gpu_tools.advice.causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, in_words, label_of, seen_in
 from lightning_gpu_tools.advice.lost_time import mean_wait_s, slowest_rank
 from lightning_gpu_tools.advice.memory_account import CACHE, OTHER_PROCESSES, PARTS, TENSORS, MemoryAccount
-from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.memory.readings import MemoryLine
-from lightning_gpu_tools.reports.gpu_table import gpu_lines, gpu_sentences
+from lightning_gpu_tools.reports.gpu_table import gpu_label, gpu_lines, gpu_sentences
 from lightning_gpu_tools.reports.last_run import claim_sentence
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, Report
 from lightning_gpu_tools.training.phases import IN_WORKER, RANK_WAIT, STARTUP_PARTS, TRAINING_STEP, UNEXPLAINED
@@ -258,11 +257,6 @@ def measuring_lines(report: Report) -> list[str]:
         thread = "" if thread_us is None else f", plus {format_duration(thread_us / 1e6)} of CPU time in the background"
         lines.append(f"Overhead of measuring: at least {own} per step{thread}.")
     return lines
-
-
-def gpu_label(gpu: GpuSummary | MemoryAccount) -> str:
-    """Return the short name of a GPU."""
-    return f"{f'node {gpu.node} ' if gpu.node else ''}GPU {gpu.index}"
 
 
 def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str, str]]:
