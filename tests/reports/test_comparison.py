@@ -19,7 +19,7 @@ from lightning_gpu_tools.reports.comparison import (
     render_comparison,
 )
 from lightning_gpu_tools.reports.report import Report, ReportFile
-from lightning_gpu_tools.training.stopwatch import PhaseSpan
+from lightning_gpu_tools.training.run_measurements import PhaseSpan
 
 
 def a_run(step_s: float, spread: float = 0.02, blocks: int = 40, seed: int = 1, **settings: object) -> Report:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
-from lightning_gpu_tools.runs.advisor import Advisor
 from loader_switching import frozen_states
 from trainings import Boom, Model, Samples, background_threads, fault_in, loader, quiet_trainer
 
