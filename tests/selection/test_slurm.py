@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +10,13 @@ from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu
-from launched_jobs import PLACE, claims_in, live_claims
+from launched_jobs import PLACE, live_claims
 from slurm_cluster import WHY_NOT, wait_for
 
 pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT), pytest.mark.timeout(120)]
 ONE_NODE = ("-N1", "--ntasks-per-node=2")
 TWO_NODES = ("-N2", "--ntasks-per-node=1")
 RUN = (sys.executable, "-m", "lightning_gpu_tools", "run", "--exclusive")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 # A claim that nobody holds any more cannot be found, so tasks stay until the test tells them to end.
 TASK = f"""{PLACE}
 import pathlib, time
@@ -71,8 +68,7 @@ def start(
         output, task = Path(f"output{len(jobs)}"), [sys.executable, "task.py", str(devices)]
         if command[0] == "sbatch":
             task = ["-o", str(output), "--open-mode=append", "--wrap", f"srun {' '.join(task)}"]
-        elif command[-len(TORCHRUN) :] == TORCHRUN:
-            task = task[1:]
+
         jobs.append(Job(driver, claims_dir, output, [*command, *task]))
         return jobs[-1]
 
@@ -92,7 +88,6 @@ CASES: list[tuple[tuple[str, ...], int, list[list[int]], int, dict[str, int]]] =
     (("srun", *TWO_NODES), 2, [[1, 0], [3, 2]], 2, {}),
     (("srun", *ONE_NODE, "--gres=gpu:2"), 2, [[0, 1], [0, 1]], 1, {}),
     (("srun", *ONE_NODE, "--gpus-per-task=1"), 1, [[0], [1]], 2, {}),
-    (("srun", "-N1", "-n1", *TORCHRUN), 2, SHARED, 1, {}),
     (("srun", *ONE_NODE, *RUN, "-n2", "--"), 2, SHARED, 1, {"Picked GPU": 1, "2 processes that srun started on": 2}),
 ]
 
@@ -153,11 +148,3 @@ def test_two_jobs_at_once_are_apart_and_scancel_frees_both(start: Callable[..., 
     assert sorted(job.gpus() for job in jobs) == [[[1, 0], [1, 0]], [[3, 2], [3, 2]]]
     answer("scancel", "--user=root")
     wait_for(lambda: live_claims(claims_dir) == [])
-
-
-def test_the_claim_outlives_a_killed_rank_but_not_the_job(start: Callable[..., Job], claims_dir: Path) -> None:
-    job = start("srun", *ONE_NODE)
-    job.gpus()
-    os.kill(int(claims_in(claims_dir)[0].pid or 0), signal.SIGKILL)
-    wait_for(lambda: "Killed" in job.output())
-    assert live_claims(claims_dir) == [("exclusive", 2)]

@@ -18,10 +18,17 @@ from slurm_cluster import wait_for
 
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.errors import NotEnoughGpusError
+from lightning_gpu_tools.selection import picking
 from lightning_gpu_tools.selection.claims import open_ledger
 from lightning_gpu_tools.types import GpuSelection
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
+
+
+@pytest.fixture(autouse=True)
+def frequent_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picking, "_POLL_AFTER_S", 0.1)
+    monkeypatch.setattr(picking, "_POLL_JITTER_S", 0.0)
 
 
 @pytest.fixture
@@ -37,7 +44,7 @@ def indices(selection: GpuSelection) -> list[int]:
 
 def test_waiting_ends_when_a_gpu_is_released(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     first = select_gpus(exclusive=True)
-    timer = threading.Timer(1.5, first.release)
+    timer = threading.Timer(0.3, first.release)
     timer.start()
     driver.forget_calls()
     assert indices(select_gpus(exclusive=True, wait=60)) == [0]
@@ -51,8 +58,8 @@ def test_waiting_ends_when_a_gpu_is_released(driver: Driver, caplog: pytest.LogC
 
 def test_waiting_in_vain_gives_reasons_and_leaves_nothing(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [gpu(utilization=95)]
-    with pytest.raises(NotEnoughGpusError, match=r"Waited 1\.2 s\. .*\n  GPU 0 .*95% busy, asked for at most 5%"):
-        select_gpus(max_utilization=5, wait=1.2)
+    with pytest.raises(NotEnoughGpusError, match=r"Waited 200 ms\. .*\n  GPU 0 .*95% busy, asked for at most 5%"):
+        select_gpus(max_utilization=5, wait=0.2)
     assert [entry.name for entry in claims_dir.iterdir()] == []
 
 
@@ -92,7 +99,7 @@ def test_a_job_far_back_polls_rarely_until_its_turn(driver: Driver, claims_dir: 
     for count in (0, 150):
         driver.forget_calls()
         with others_ahead(driver, claims_dir, count), pytest.raises(NotEnoughGpusError):
-            select_gpus(exclusive=True, wait=2.5)
+            select_gpus(exclusive=True, wait=0.8)
         counts.append(polls(driver))
     assert counts[1] == 2 < counts[0]  # at the beginning and at the end
     with ExitStack() as ended:
