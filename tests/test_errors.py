@@ -15,6 +15,8 @@ from trainings import Samples
 import lightning_gpu_tools
 from lightning_gpu_tools import errors
 
+TEXT = "net.ckpt:\n  no weight for \x1b[2J\u202e"
+
 
 @pytest.mark.parametrize(
     "error_type",
@@ -30,17 +32,15 @@ def test_every_error_survives_pickling(error_type: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize(
-    "error_type", [errors.CheckpointMismatchError, errors.CheckpointNotFoundError, errors.ReportError]
+    "error",
+    [
+        *(made(TEXT) for made in (errors.CheckpointMismatchError, errors.CheckpointNotFoundError, errors.ReportError)),
+        *(errors.LowGPUUtilizationWarning(TEXT), errors.NotEnoughGpusError(TEXT, 1)),
+    ],
 )
-def test_no_error_controls_a_terminal(error_type: type[Exception]) -> None:
-    error = error_type("net.ckpt:\n  no weight for \x1b[2J\u202e")
+def test_no_error_controls_a_terminal(error: Exception) -> None:
     assert str(error) == "net.ckpt:\n  no weight for \\x1b[2J\\u202e"
     assert "\x1b" not in "".join(traceback.format_exception_only(error))
-
-
-def test_no_warning_or_reason_controls_a_terminal() -> None:
-    assert str(errors.LowGPUUtilizationWarning("\x1b[2J")) == r"\x1b[2J"
-    assert str(errors.NotEnoughGpusError("None.\n  GPU 0: \x9b2J", 1)) == "None.\n  GPU 0: \\x9b2J"
 
 
 MONITOR, ADVISOR, FIND = "GPUUtilizationMonitor", "GPUUtilizationAdvisor", "find_loader_settings"

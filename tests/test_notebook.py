@@ -19,6 +19,7 @@ def test_the_notebook_runs_and_shows_the_report(tmp_path: Path, monkeypatch: pyt
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not [cell for cell in notebook.cells if cell.get("outputs")]  # it is kept without
     for cell in notebook.cells:  # to Jupyter, a command that fails is no error
+        cell.source = cell.source.replace("16 * 250", "16 * 120")  # steps that are enough for a verdict
         cell.source = re.sub(r"^!.*$", r"\g<0>\nprint(f'Exit code: {_exit_code}')", cell.source, flags=re.MULTILINE)
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]

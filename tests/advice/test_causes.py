@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from gpu_cases import cold_cache
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from gpu_cases import cold_cache
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import (
@@ -23,14 +20,21 @@ from lightning_gpu_tools.advice.examples import (
     STEP,
     WAITS,
     a_host,
+    contended,
     cpu_run,
     gpu_run,
     watched,
 )
-from lightning_gpu_tools.advice.findings import Finding
-from lightning_gpu_tools.advice.lost_time import idle_in_step, idle_in_step_share
+from lightning_gpu_tools.advice.findings import Finding, top_line_sentence, top_source_lines
+from lightning_gpu_tools.advice.lost_time import FIND_FUNCTION, idle_in_step, idle_in_step_share
 from lightning_gpu_tools.training.dataset import Storage
-from lightning_gpu_tools.training.run_measurements import LoadingFacts, RunMeasurements, SourceLine
+from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, OPTIMIZER
+from lightning_gpu_tools.training.run_measurements import (
+    CoreUser,
+    LoadingFacts,
+    RunMeasurements,
+    SourceLine,
+)
 
 
 def validated(ms: float, **options: Any) -> RunMeasurements:
@@ -237,3 +241,109 @@ def test_memory_is_not_blamed_for_slow_storage() -> None:
     assert "first one, copy the data to a local disk" in first(run).advice
     assert "copy the data" not in first(dataclasses.replace(run, storage=DISK)).advice
     assert first(dataclasses.replace(run, storage=MEMORY)).evidence["kind"] != "cold_cache"
+
+
+# Source lines that a finding names
+
+
+def seen(phase: str, samples: int, line: int = 41, **options: Any) -> SourceLine:
+    return SourceLine(
+        **{"phase": phase, "file": "data.py", "line": line, "function": "decode", "samples": samples, **options}
+    )
+
+
+def test_a_line_of_a_framework_is_no_advice() -> None:
+    lines = [seen(OPTIMIZER, 30, file="lightning/pytorch/core/module.py")]
+    assert top_line_sentence(lines, OPTIMIZER) == ""
+    assert top_source_lines(lines, OPTIMIZER) == "lightning/pytorch/core/module.py:41 in decode (100%)"
+
+
+def test_a_name_of_another_user_reaches_no_terminal_raw() -> None:
+    assert "\x1b" not in str(
+        top_source_lines([seen(DATA_LOADING, 30, file="a\x1b[2J.py", function="\x1b[1m")], DATA_LOADING)
+    )
+
+
+@pytest.mark.parametrize(
+    ("phase", "phase_ms", "options", "cause"),
+    [
+        (DATA_LOADING, WAITS, {}, "data_loading"),
+        (IN_WORKER, WAITS, {"loader": replace(LOADER, num_workers=1), "worker_cpu_s_per_batch": 0.04}, "data_loading"),
+        ("callback/A", {"callback/A": 20, "training_step": 20}, {}, "callback"),
+        ("unexplained", {"unexplained": 20, "training_step": 20}, {}, "unexplained"),
+    ],
+)
+def test_a_finding_on_the_host_names_its_line(
+    phase: str, phase_ms: Mapping[str, float], options: dict[str, Any], cause: str
+) -> None:
+    others = [seen("elsewhere", 1000, line=2), seen("callback/B", 1000, line=3)]
+    diagnosis = diagnose(cpu_run(phase_ms, lines=(*others, seen(phase, 62), seen(phase, 38, line=57)), **options))
+    first = diagnosis.findings[0]
+    assert first.cause == cause
+    assert first.evidence["source_lines"] == "data.py:41 in decode (62%), data.py:57 in decode (38%)"
+    time = "the loader's time" if cause == "data_loading" else "this time"
+    assert f"62% of {time} is at data.py:41 in decode." in first.advice
+    assert first.advice in diagnosis.next_step
+
+
+def test_a_line_that_is_known_need_not_be_looked_for() -> None:
+    phase_ms = {**STEP, "unexplained": 14}
+    unknown = diagnose(cpu_run(phase_ms)).findings[0]
+    known = diagnose(cpu_run(phase_ms, lines=(seen("unexplained", 40),))).findings[0]
+    assert FIND_FUNCTION in unknown.advice
+    assert known.advice == "100% of this time is at data.py:41 in decode."
+
+
+# Waits for a CPU core: who uses the cores, and which other causes they replace
+
+
+EVE = CoreUser(user="eve", name="train\x1b[31m", cores=1.1)
+SIMULATORS = CoreUser(user="", name="sim\x1b", cores=1.1)
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.09, "healthy"), (0.11, "low")])
+def test_waiting_for_cores_a_tenth_of_the_time_is_unhealthy(share: float, verdict: str) -> None:
+    diagnosis = diagnose(contended(share))
+    assert diagnosis.verdict == verdict
+    assert [(one.cause, one.share) for one in diagnosis.findings] == [("cpu_contention", share)] * (verdict == "low")
+
+
+def test_a_gpu_loses_no_more_to_it_than_it_idles() -> None:
+    cores = contended(0.5).cores
+    busy, idle = (gpu_run({"training_step": 50}, percent, cores=cores) for percent in (95.0, 75.0))
+    assert diagnose(busy).verdict == "healthy"
+    diagnosis = diagnose(idle)
+    assert (diagnosis.verdict, diagnosis.findings[0].cause) == ("low", "cpu_contention")
+    assert diagnosis.findings[0].share == pytest.approx(0.25)
+    assert diagnosis.findings[0].evidence["phase"] == "training_step"
+
+
+OTHERS = contended(others=1.2, other=EVE, workers=0, runnable_threads=1.0)  # of two threads, only one computes
+POOLS = contended(loading=LoadingFacts(runnable_threads=2.1, pool_library="cv2"), torch_threads=1)
+QUOTA = contended(others=30.0, affinity_cores=64, machine_cores=64, workers=0)
+USERS = {
+    "other programs": (OTHERS, "other_programs", "Stop the other programs, or use a machine with free cores."),
+    "children": (contended(others=0.8, children=SIMULATORS, other=EVE), "own_children", "start them with nice -n 19"),
+    "threads": (contended(others=0.3, workers=0, torch_threads=16), "own_threads", "torch.set_num_threads(2) (now 16)"),
+    "thread pools": (POOLS, "own_threads", "worker_init_fn: cv2.setNumThreads(0), torch.set_num_threads(1)"),
+    "own workers": (contended(), "own_threads", "torch.set_num_threads(1) (now 2), num_workers=1 (now 4)."),
+    "a quota beside other programs": (QUOTA, "own_threads", "give it more of the 64 cores: sbatch --cpus-per-task"),
+}
+
+
+@pytest.mark.parametrize(("run", "kind", "advice"), USERS.values(), ids=USERS)
+def test_the_users_of_the_cores_and_a_change_are_named(run: RunMeasurements, kind: str, advice: str) -> None:
+    diagnosis = diagnose(run)
+    assert diagnosis.findings[0].evidence["kind"] == kind
+    assert "Waiting for a CPU core takes 40% of the wall time (16 ms per step; " in diagnosis.why
+    assert advice in diagnosis.next_step
+
+
+def test_names_of_other_programs_are_escaped() -> None:
+    assert r"other programs keep 1.2 of 2 cores busy, eve's train\x1b[31m 1.1 of them)" in diagnose(OTHERS).why
+    assert r"(sim\x1b) use 1.1 of 2 cores)" in diagnose(USERS["children"][0]).why
+
+
+def test_more_ranks_than_cores_are_advised_against() -> None:
+    run = dataclasses.replace(contended(torch_threads=1, workers=0), host=a_host(2, local_ranks=4))
+    assert "at most 2 ranks on this machine (now 4)" in diagnose(run).next_step

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_cases import MEASURED
 from measured_runs import run_of, waiting_ranks
 from real_names import unknown_names
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from gpu_cases import MEASURED
 
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose, explain_stall

@@ -1,23 +1,27 @@
-"""The end of a fit: its report is written, then printed, and what fails costs only itself."""
+"""The report of a fit: it is written, then printed, and what fails costs only itself."""
 
 from __future__ import annotations
 
 import io
+import os
 import re
 import shlex
 import sys
+import threading
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from sample_report import REPORT
-from trainings import Model, Samples, loader, logged, quiet_trainer
+from trainings import Model, Samples, background_threads, loader, logged, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationMonitor, load_report
+from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report import ReportFile
 from lightning_gpu_tools.runs import publish as publishing
@@ -25,8 +29,8 @@ from lightning_gpu_tools.runs import run_report
 from lightning_gpu_tools.runs.publish import publish
 
 
-def train(folder: Path, *others: Callback, steps: int = 3) -> None:
-    trainer = quiet_trainer(folder, callbacks=[GPUUtilizationMonitor(), *others])
+def train(folder: str | Path, *others: Callback, steps: int = 3, **options: Any) -> None:
+    trainer = quiet_trainer(folder, callbacks=[GPUUtilizationMonitor(), *others], **options)  # type: ignore[arg-type]
     trainer.fit(Model(), loader(Samples(steps)))
     assert trainer.global_step == steps
 
@@ -117,3 +121,101 @@ def test_the_advised_command_compares_the_next_run_with_this_one(
         commands += re.findall("lightning-gpu-tools (report .*)", capsys.readouterr().out)
     assert main(shlex.split(commands[0])) == 0
     assert capsys.readouterr().out.startswith("FASTER: 100 ms per mean step before, 50.4 ms now")
+
+
+# Faults in the thread beside a training
+
+
+def test_a_fault_in_the_thread_is_warned_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound, failed, trains_in = ReportFile.save, threading.Event(), threading.get_ident()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == trains_in:
+            return sound(*args, **kwargs)
+        failed.set()
+        raise PermissionError(13, "Permission denied")
+
+    class WaitsForTheFault(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 30:
+                assert failed.wait(20)
+
+    monkeypatch.setattr(ReportFile, "save", fail)
+    monkeypatch.setattr(run_report, "FIRST_WRITE_S", 0.0)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        train(tmp_path, WaitsForTheFault(), steps=120)
+    message = "Writing the report while training runs failed: PermissionError: [Errno 13] Permission denied."
+    assert [str(one.message) for one in warned].count(message) == 1
+    assert load_report(tmp_path).outcome == "completed"
+    assert background_threads() == []
+
+
+# Places of a report: the logger's folder, a folder of its own, or a URL
+
+
+def test_without_a_logger_the_report_has_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*exists and is not empty")
+        train(tmp_path, ModelCheckpoint(tmp_path), enable_checkpointing=True)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".ckpt"]
+    assert [path.name for path in (tmp_path / "gpu_report").iterdir()] == ["gpu_report.json"]
+    assert "Report: gpu_report/gpu_report.json (the run is too short for a picture)\n" in capsys.readouterr().out
+    with watch() as run:
+        list(run.batches(range(3)))
+    assert load_report("gpu_report").settings["model"] != "Model"  # of the loop
+    assert load_report("gpu_report/gpu_report.previous.json").settings["model"] == "Model"
+
+
+class WaitsForTheReport(Callback):
+    """Waits in the last step until the report has been written meanwhile."""
+
+    def __init__(self, bucket: Any) -> None:
+        self.bucket = bucket
+        self.seen: list[str] = []
+
+    def on_train_end(self, *args: Any) -> None:
+        deadline_s = time.monotonic() + 60
+        while not self.seen and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+            self.seen = [path for path in self.bucket.find("/") if path.endswith("gpu_report.json")]
+        self.outcome = load_report("memory://bucket").outcome
+
+
+def test_a_report_is_written_to_a_url(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    memory_files: type[Any],
+) -> None:
+    bucket = memory_files()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_report, "FIRST_WRITE_S", 0.05)
+    folder = "memory://bucket/run/gpu_report"
+    waits = WaitsForTheReport(bucket)
+    train("memory://bucket/run", waits, steps=80, enable_checkpointing=True)
+    assert waits.outcome.startswith("running: step ")
+    assert load_report(folder).outcome == "completed"
+    assert f"Report: {folder}/gpu_report.json (the run is too short for a picture)\n" in capsys.readouterr().out
+    assert os.listdir(tmp_path) == []
+    assert not bucket.glob("/bucket/**/*.previous.json")  # what it wrote while it ran was its own
+    assert bucket.glob("/bucket/run/**/*.ckpt")
+    assert main(["report", "memory://bucket/run"]) == 0
+    assert f"Newest report in memory://bucket/run: {folder}/gpu_report.json" in capsys.readouterr().err
+    train("memory://bucket/run", steps=5)  # the next run
+    assert load_report("memory://bucket/run").steps == 5
+    assert load_report(f"{folder}/gpu_report.previous.json").steps == 80
+    assert not [path for path in bucket.find("/") if path.endswith(".part")]
+
+
+def test_a_url_that_cannot_be_reached_is_named_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with (
+        pytest.warns(UserWarning, match=r"not written to 'nosuch://bucket/run': Protocol not known: nosuch"),
+        watch(folder="nosuch://bucket/run") as run,
+    ):
+        assert list(run.batches(range(3))) == [0, 1, 2]
+    assert os.listdir(tmp_path) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -14,17 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
+import stall_cases
 from lightning.pytorch import Trainer
 from rank_processes import start_ranks
-
-from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
-from lightning_gpu_tools.advice.stalls import Stall
-from lightning_gpu_tools.errors import ReportError, StalledTrainingWarning
-from lightning_gpu_tools.units import format_duration
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import stall_cases
 from stall_cases import (
     AT,
     STALLS,
@@ -39,6 +30,11 @@ from stall_cases import (
     swallowed_error,
     uneven_batches,
 )
+
+from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
+from lightning_gpu_tools.advice.stalls import Stall
+from lightning_gpu_tools.errors import ReportError, StalledTrainingWarning
+from lightning_gpu_tools.units import format_duration
 
 STALL_S = 3.0
 BEFORE_TRAINING = "before training"
@@ -104,12 +100,12 @@ FOLLOWED: dict[str, tuple[str, Callable[..., None], str]] = {
     "DataLoader(timeout=": ("a dataset that blocks in one worker", partial(blocked_worker, timeout=1), "timed out"),
     'multiprocessing_context="spawn"': (
         "workers dead-locked after fork",
-        partial(deadlocked_workers, multiprocessing_context="spawn"),
+        partial(deadlocked_workers, multiprocessing_context="spawn", num_workers=1),  # each imports Lightning
         "",
     ),
     '"forkserver"': (
         "workers dead-locked after fork",
-        partial(deadlocked_workers, multiprocessing_context="forkserver"),
+        partial(deadlocked_workers, multiprocessing_context="forkserver", num_workers=1),
         "",
     ),
     "Let the error end the process": (

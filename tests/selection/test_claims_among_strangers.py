@@ -653,7 +653,6 @@ BAD_RECORDS = {
     "uuid-with-escapes": json.dumps({**GOOD, "uuids": ["GPU-\x1b[2J"]}),
     "kind": json.dumps({**GOOD, "kind": "mine"}),
     "too-much-memory": json.dumps({**GOOD, "memory_bytes": 10**400}),
-    "too-long": json.dumps({**GOOD, "job": " " * claim_files.MAX_RECORD_BYTES}),
 }
 
 
@@ -674,6 +673,13 @@ def test_an_absurd_wish_holds_nobody_up(path: Path, requested: object, caplog: p
         place = ledger.queue(["GPU-a"], 1)
     with read_ledger(str(path)) as ledger:
         assert [waiter.name for waiter in ledger.waiters] == [place.name]
+
+
+def test_a_huge_record_is_not_read(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with planted(path, b"") as name:
+        os.truncate(path / f"{name}.json", claim_files.MAX_RECORD_BYTES + 1)
+        assert kinds(path) == []
+    assert "it has 16385 bytes, more than 16384" in caplog.text
 
 
 def test_no_date_and_no_name_jumps_the_queue(path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The C functions of the driver library, which fill the caller's ctypes structures by field name, as nvml.h says."""
+"""The C functions of the driver library, which fill the caller's ctypes structures by field name, as nvml.h says.
+
+They have their names in C. A function of a device has it as its second argument.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +21,17 @@ _UNSIGNED_INT, _UNSIGNED_LONG_LONG = 1, 3  # nvmlValueType_t
 _CORE, _SM = 0, 1  # NVML_TEMPERATURE_GPU, NVML_CLOCK_SM
 _COMPUTE_MODES = {"default": 0, "prohibited": 2, "exclusive_process": 3}
 
-FUNCTIONS: dict[str, Callable[..., None]] = {}
-ON_DEVICE: set[str] = set()
-ON_MIG: set[str] = set()
+FUNCTIONS: dict[str, Callable[..., Any]] = {}  # by their names in C
+ON_MIG = {
+    *("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetDeviceHandleFromMigDeviceHandle"),
+    *("nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetMemoryInfo"),
+    *("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetName", "nvmlDeviceGetUUID"),
+}
 # What a container may ask a GPU of which it was given only MIG instances.
 OF_CLOSED = {
     *("*", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetUUID", "nvmlDeviceGetName"),
     *("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex"),
 }
-
-
-def _function(name: str) -> Callable[..., Any]:
-    """Register a C function without a device."""
-
-    def register(implementation: Callable[..., None]) -> Callable[..., None]:
-        FUNCTIONS[name] = implementation
-        return implementation
-
-    return register
-
-
-def _device_function(name: str, *, mig: bool = False) -> Callable[..., Any]:
-    """Register a C function whose first argument is a device handle; ``mig``: also that of a MIG instance."""
-    ON_DEVICE.add(name)
-    if mig:
-        ON_MIG.add(name)
-    return _function(name)
 
 
 def instances(card: Any) -> list[Any]:
@@ -65,17 +53,18 @@ def _milliwatts(library: Library, device: Any) -> float:
     return round(1000 * value_at(required(device.power_watts), library.elapsed_s))
 
 
-def _number(name: str, answer: Callable[..., int | None], *, mig: bool = False) -> None:
-    """Register a function of a device that returns one number by its last argument; ``None``: not supported."""
+def _number(name: str, answer: Callable[..., int | None]) -> None:
+    """Add a function of a device that returns one number by its last argument; ``None``: not supported."""
 
-    @_device_function(name, mig=mig)
     def function(library: Library, device: Any, *arguments: Any) -> None:
         pointed(arguments[-1]).value = int(required(answer(library, device, *arguments[:-1])))
+
+    FUNCTIONS[name] = function
 
 
 _number("nvmlDeviceGetComputeMode", lambda _, device: _COMPUTE_MODES.get(device.compute_mode))
 _number("nvmlDeviceGetMaxMigDeviceCount", lambda _, device: 7 if device.mig_capable else 0)
-_number("nvmlDeviceGetGpuInstanceId", lambda _, device: getattr(device, "gpu_instance", None), mig=True)
+_number("nvmlDeviceGetGpuInstanceId", lambda _, device: getattr(device, "gpu_instance", None))
 _number("nvmlDeviceGetPowerUsage", _milliwatts)
 _number("nvmlDeviceGetPowerManagementLimit", lambda _, device: 1000 * required(device.power_limit_watts))
 _number(
@@ -87,13 +76,11 @@ _number("nvmlDeviceGetMaxClockInfo", lambda _, device, kind: device.sm_clock_max
 _number("nvmlDeviceGetP2PStatus", _p2p_status)
 
 
-@_device_function("nvmlDeviceGetPowerManagementLimitConstraints")
-def _power_limits(_library: Library, device: Any, least: Any, most: Any) -> None:
+def nvmlDeviceGetPowerManagementLimitConstraints(_library: Library, device: Any, least: Any, most: Any) -> None:
     pointed(least).value, pointed(most).value = 100_000, int(1000 * required(device.power_limit_max_watts))
 
 
-@_device_function("nvmlDeviceGetCudaComputeCapability")
-def _capability(_library: Library, device: Any, major: Any, minor: Any) -> None:
+def nvmlDeviceGetCudaComputeCapability(_library: Library, device: Any, major: Any, minor: Any) -> None:
     pointed(major).value, pointed(minor).value = required(device.compute_capability)
 
 
@@ -103,13 +90,11 @@ def _text(buffer: Any, size: Any, text: str) -> None:
     pointed(buffer).value = text.encode(errors="surrogateescape")
 
 
-@_device_function("nvmlDeviceGetUUID", mig=True)
-def _uuid(_library: Library, device: Any, buffer: Any, size: Any) -> None:
+def nvmlDeviceGetUUID(_library: Library, device: Any, buffer: Any, size: Any) -> None:
     _text(buffer, size, device.uuid)
 
 
-@_device_function("nvmlDeviceGetName", mig=True)
-def _name(_library: Library, device: Any, buffer: Any, size: Any) -> None:
+def nvmlDeviceGetName(_library: Library, device: Any, buffer: Any, size: Any) -> None:
     parent = getattr(device, "parent", None)
     _text(buffer, size, f"{parent.name} MIG {device.profile}" if parent else device.name)
 
@@ -117,33 +102,28 @@ def _name(_library: Library, device: Any, buffer: Any, size: Any) -> None:
 # Starting, stopping, finding devices
 
 
-@_function("nvmlInitWithFlags")
-def _init(library: Library, _flags: Any) -> None:
+def nvmlInitWithFlags(library: Library, _flags: Any) -> None:
     if library.state.init_error:
         raise NvmlFailure(library.state.init_error)
     library._init_count += 1
 
 
-@_function("nvmlShutdown")
-def _shutdown(library: Library) -> None:
+def nvmlShutdown(library: Library) -> None:
     library._init_count -= 1
 
 
 _MESSAGES = {code: name.replace("_", " ").capitalize().encode() for name, code in CODES.items()}
 
 
-@_function("nvmlErrorString")
-def _error_string(_library: Library, code: Any) -> bytes:
+def nvmlErrorString(_library: Library, code: Any) -> bytes:
     return _MESSAGES.get(value_of(code), b"Unknown Error")
 
 
-@_function("nvmlDeviceGetCount_v2")
-def _count(library: Library, count: Any) -> None:
+def nvmlDeviceGetCount_v2(library: Library, count: Any) -> None:
     pointed(count).value = len(library.state.gpus)
 
 
-@_function("nvmlDeviceGetHandleByIndex_v2")
-def _by_index(library: Library, index: Any, handle: Any) -> None:
+def nvmlDeviceGetHandleByIndex_v2(library: Library, index: Any, handle: Any) -> None:
     if not 0 <= value_of(index) < len(library.state.gpus):
         raise NvmlFailure("INVALID_ARGUMENT")
     device = library.state.gpus[value_of(index)]
@@ -151,8 +131,7 @@ def _by_index(library: Library, index: Any, handle: Any) -> None:
     point(handle, library.handle_of(device.uuid))
 
 
-@_function("nvmlDeviceGetHandleByUUID")
-def _by_uuid(library: Library, uuid: Any, handle: Any) -> None:
+def nvmlDeviceGetHandleByUUID(library: Library, uuid: Any, handle: Any) -> None:
     wanted = value_of(uuid).decode()
     if wanted not in [one.uuid for card in library.state.gpus for one in (card, *instances(card))]:
         raise NvmlFailure("NOT_FOUND")
@@ -160,8 +139,7 @@ def _by_uuid(library: Library, uuid: Any, handle: Any) -> None:
     point(handle, library.handle_of(wanted))
 
 
-@_device_function("nvmlDeviceGetPciInfo_v3")
-def _pci_info(_library: Library, device: Any, info: Any) -> None:
+def nvmlDeviceGetPciInfo_v3(_library: Library, device: Any, info: Any) -> None:
     info = pointed(info)
     info.domain, info.bus, info.device = device.pci
     info.busId = "{:08X}:{:02X}:{:02X}.0".format(*device.pci).encode()
@@ -170,16 +148,14 @@ def _pci_info(_library: Library, device: Any, info: Any) -> None:
 # Memory and processes
 
 
-@_device_function("nvmlDeviceGetMemoryInfo", mig=True)
-def _memory(_library: Library, device: Any, info: Any) -> None:
+def nvmlDeviceGetMemoryInfo(_library: Library, device: Any, info: Any) -> None:
     info = pointed(info)
     info.total, info.free = required(device.memory_total), required(device.memory_free)
     info.used = info.total - info.free
 
 
-@_device_function("nvmlDeviceGetMemoryInfo_v2", mig=True)
-def _memory_v2(library: Library, device: Any, info: Any) -> None:
-    _memory(library, device, info)
+def nvmlDeviceGetMemoryInfo_v2(library: Library, device: Any, info: Any) -> None:
+    nvmlDeviceGetMemoryInfo(library, device, info)
     info = pointed(info)
     info.reserved = 0
 
@@ -199,18 +175,15 @@ def _processes(device: Any, count: Any, infos: Any, *, graphics: bool) -> None:
     fill(infos, count, found)
 
 
-@_device_function("nvmlDeviceGetComputeRunningProcesses_v3", mig=True)
-def _compute_processes(_library: Library, device: Any, count: Any, infos: Any) -> None:
+def nvmlDeviceGetComputeRunningProcesses_v3(_library: Library, device: Any, count: Any, infos: Any) -> None:
     _processes(device, count, infos, graphics=False)
 
 
-@_device_function("nvmlDeviceGetGraphicsRunningProcesses_v3", mig=True)
-def _graphics_processes(_library: Library, device: Any, count: Any, infos: Any) -> None:
+def nvmlDeviceGetGraphicsRunningProcesses_v3(_library: Library, device: Any, count: Any, infos: Any) -> None:
     _processes(device, count, infos, graphics=True)
 
 
-@_device_function("nvmlDeviceGetProcessUtilization")
-def _process_utilization(library: Library, device: Any, infos: Any, count: Any, last_us: Any) -> None:
+def nvmlDeviceGetProcessUtilization(library: Library, device: Any, infos: Any, count: Any, last_us: Any) -> None:
     now_us = int(library.now_s * 1e6)
     busy = [process for process in required(device.processes) if process.sm is not None and now_us > value_of(last_us)]
     if not busy:
@@ -221,15 +194,13 @@ def _process_utilization(library: Library, device: Any, infos: Any, count: Any, 
 # MIG
 
 
-@_device_function("nvmlDeviceGetMigMode")
-def _mig_mode(_library: Library, device: Any, current: Any, pending: Any) -> None:
+def nvmlDeviceGetMigMode(_library: Library, device: Any, current: Any, pending: Any) -> None:
     if not device.mig_capable:
         raise NvmlFailure("NOT_SUPPORTED")
     pointed(current).value = pointed(pending).value = int(device.mig is not None)
 
 
-@_device_function("nvmlDeviceGetMigDeviceHandleByIndex")
-def _mig_by_index(library: Library, device: Any, index: Any, handle: Any) -> None:
+def nvmlDeviceGetMigDeviceHandleByIndex(library: Library, device: Any, index: Any, handle: Any) -> None:
     if device.mig is None or value_of(index) >= 7:
         raise NvmlFailure("INVALID_ARGUMENT")
     if value_of(index) >= len(device.mig) or device.mig[value_of(index)] is None:
@@ -237,8 +208,7 @@ def _mig_by_index(library: Library, device: Any, index: Any, handle: Any) -> Non
     point(handle, library.handle_of(device.mig[value_of(index)].uuid))
 
 
-@_device_function("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", mig=True)
-def _mig_parent(library: Library, device: Any, handle: Any) -> None:
+def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(library: Library, device: Any, handle: Any) -> None:
     if not hasattr(device, "parent"):
         raise NvmlFailure("INVALID_ARGUMENT")
     point(handle, library.handle_of(device.parent.uuid))
@@ -260,8 +230,9 @@ def _utilization_samples(library: Library, device: Any) -> list[tuple[int, int]]
     return [(round(end * 1e6), round(mean(series, end - period - start, end - start))) for end in ends]
 
 
-@_device_function("nvmlDeviceGetSamples")
-def _samples(library: Library, device: Any, kind: Any, last_us: Any, value_type: Any, count: Any, samples: Any) -> None:
+def nvmlDeviceGetSamples(
+    library: Library, device: Any, kind: Any, last_us: Any, value_type: Any, count: Any, samples: Any
+) -> None:
     if value_of(kind) != 1:  # NVML_GPU_UTILIZATION_SAMPLES
         raise NvmlFailure("NOT_SUPPORTED")
     found = [sample for sample in _utilization_samples(library, device) if sample[0] > value_of(last_us)]
@@ -278,8 +249,7 @@ def _samples(library: Library, device: Any, kind: Any, last_us: Any, value_type:
         sample.sampleValue.uiVal = value
 
 
-@_device_function("nvmlDeviceGetUtilizationRates")
-def _utilization_rates(library: Library, device: Any, rates: Any) -> None:
+def nvmlDeviceGetUtilizationRates(library: Library, device: Any, rates: Any) -> None:
     if device.mig is not None:
         raise NvmlFailure("NOT_SUPPORTED")
     told = device.utilization_rate
@@ -308,8 +278,7 @@ def _field_value(library: Library, device: Any, field_id: int) -> int:
     return round(factor * integral(required(getattr(device, quantity)), library.elapsed_s))
 
 
-@_device_function("nvmlDeviceGetFieldValues")
-def _field_values(library: Library, device: Any, count: Any, values: Any) -> None:
+def nvmlDeviceGetFieldValues(library: Library, device: Any, count: Any, values: Any) -> None:
     for value in list(pointed(values))[: value_of(count)]:
         value.timestamp = round(library.now_s * 1e6)
         value.valueType = _UNSIGNED_LONG_LONG
@@ -326,20 +295,17 @@ def _field_values(library: Library, device: Any, count: Any, values: Any) -> Non
 # GPM: every metric is the mean between two samples
 
 
-@_device_function("nvmlGpmQueryDeviceSupport")
-def _gpm_support(_library: Library, device: Any, support: Any) -> None:
+def nvmlGpmQueryDeviceSupport(_library: Library, device: Any, support: Any) -> None:
     pointed(support).isSupportedDevice = int(device.gpm is not None)
 
 
-@_function("nvmlGpmSampleAlloc")
-def _gpm_alloc(library: Library, sample: Any) -> None:
+def nvmlGpmSampleAlloc(library: Library, sample: Any) -> None:
     address = library.new_address()
     library._samples[address] = None
     point(sample, address)
 
 
-@_function("nvmlGpmSampleFree")
-def _gpm_free(library: Library, sample: Any) -> None:
+def nvmlGpmSampleFree(library: Library, sample: Any) -> None:
     if address_of(sample) not in library._samples:
         raise NvmlFailure("INVALID_ARGUMENT")
     del library._samples[address_of(sample)]
@@ -351,14 +317,12 @@ def _gpm_take(library: Library, owner: Any, sample: Any) -> None:
     library._samples[address_of(sample)] = (owner.uuid, library.elapsed_s)
 
 
-@_device_function("nvmlGpmSampleGet")
-def _gpm_sample(library: Library, device: Any, sample: Any) -> None:
+def nvmlGpmSampleGet(library: Library, device: Any, sample: Any) -> None:
     required(device.gpm)
     _gpm_take(library, device, sample)
 
 
-@_device_function("nvmlGpmMigSampleGet")
-def _gpm_mig_sample(library: Library, device: Any, gpu_instance: Any, sample: Any) -> None:
+def nvmlGpmMigSampleGet(library: Library, device: Any, gpu_instance: Any, sample: Any) -> None:
     required(device.gpm)
     for instance in instances(device):
         if instance.gpu_instance == value_of(gpu_instance):
@@ -367,8 +331,7 @@ def _gpm_mig_sample(library: Library, device: Any, gpu_instance: Any, sample: An
     raise NvmlFailure("NOT_FOUND")
 
 
-@_function("nvmlGpmMetricsGet")
-def _gpm_metrics(library: Library, request: Any) -> None:
+def nvmlGpmMetricsGet(library: Library, request: Any) -> None:
     request = pointed(request)
     first, second = (library._samples.get(address_of(sample)) for sample in (request.sample1, request.sample2))
     if first is None or second is None or first[0] != second[0] or first[1] >= second[1]:
@@ -393,34 +356,29 @@ def _fill_mask(mask: Any, members: list[int]) -> None:
         words[word] |= 1 << bit
 
 
-@_device_function("nvmlDeviceGetMemoryAffinity")
-def _memory_affinity(_library: Library, device: Any, _size: Any, mask: Any, _scope: Any) -> None:
+def nvmlDeviceGetMemoryAffinity(_library: Library, device: Any, _size: Any, mask: Any, _scope: Any) -> None:
     _fill_mask(mask, [required(device.numa_node)])
 
 
 # Events
 
 
-@_function("nvmlEventSetCreate")
-def _event_set_create(library: Library, event_set: Any) -> None:
+def nvmlEventSetCreate(library: Library, event_set: Any) -> None:
     address = library.new_address()
     library._event_sets[address] = SimpleNamespace(uuids=set(), seen_s=library.elapsed_s)
     point(event_set, address)
 
 
-@_function("nvmlEventSetFree")
-def _event_set_free(library: Library, event_set: Any) -> None:
+def nvmlEventSetFree(library: Library, event_set: Any) -> None:
     if library._event_sets.pop(address_of(event_set), None) is None:
         raise NvmlFailure("INVALID_ARGUMENT")
 
 
-@_device_function("nvmlDeviceRegisterEvents")
-def _register_events(library: Library, device: Any, _types: Any, event_set: Any) -> None:
+def nvmlDeviceRegisterEvents(library: Library, device: Any, _types: Any, event_set: Any) -> None:
     library._event_sets[address_of(event_set)].uuids.add(device.uuid)
 
 
-@_function("nvmlEventSetWait_v2")
-def _event_set_wait(library: Library, event_set: Any, data: Any, _timeout_ms: Any) -> None:
+def nvmlEventSetWait_v2(library: Library, event_set: Any, data: Any, _timeout_ms: Any) -> None:
     """Give the next event, or none: the package does not wait for one."""
     events = library._event_sets.get(address_of(event_set))
     if events is None:
@@ -437,3 +395,7 @@ def _event_set_wait(library: Library, event_set: Any, data: Any, _timeout_ms: An
     events.seen_s, pointed(data).eventData, uuid = waiting[0]
     pointed(data).eventType = 8  # nvmlEventTypeXidCriticalError
     point(pointed(data).device, library.handle_of(uuid))
+
+
+FUNCTIONS |= {name: function for name, function in globals().items() if name.startswith("nvml")}
+ON_DEVICE = {name for name, function in FUNCTIONS.items() if "device" in function.__code__.co_varnames[:2]}
