@@ -1,7 +1,7 @@
 """Keys that show which tool has changed a model: the error names it, and its advice makes the weights fit."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 from torch.optim.swa_utils import AveragedModel
-from wrapped_models import contents, fill
+from wrapped_models import fill
 
 from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
@@ -70,37 +70,6 @@ def test_lora_weights_are_named() -> None:
         plan_renaming(adapter, ModelKeys(shapes={"q.weight": (4, 4)}))
     with pytest.raises(CheckpointMismatchError, match=r"Load the weights before get_peft_model\."):
         plan_renaming({"q.weight": (4, 4)}, ModelKeys(shapes=adapter))
-
-
-@pytest.fixture
-def one_process_group(tmp_path: Path) -> Iterator[None]:
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.follows("The checkpoint holds FSDP's flat parameters")
-@pytest.mark.usefixtures("one_process_group")
-def test_flat_parameters_are_saved_again_as_weights(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    base = net()
-    sharded = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=False)
-    with FullyShardedDataParallel.summon_full_params(sharded):
-        fill(sharded, 1)
-    flat = {name: parameter.detach() for name, parameter in sharded.named_parameters()}
-    torch.save(flat, tmp_path / "a.pt")
-    advice = re.search(r"save the full weights from ([\w.]+) with (StateD.*\))\.", refusal(base, tmp_path / "a.pt"))
-    assert advice is not None
-    module, _, name = advice[1].rpartition(".")
-    get_state = getattr(__import__(module, fromlist=[name]), name)
-    options = eval(advice[2], {"StateDictOptions": StateDictOptions})
-    torch.save(get_state(sharded, options=options), tmp_path / "b.pt")
-    load_weights(base, tmp_path / "b.pt")
-    fill(twin := net(), 1)
-    assert contents(base) == contents(twin)
 
 
 class Embedding(nn.Module):

@@ -67,6 +67,32 @@ def three_to_two() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
 
 
+def full_weights(net: nn.Module, path: Path) -> Any:
+    """Return the weights of a model as the refusal of its file advises to save them."""
+    with pytest.raises(CheckpointMismatchError) as refusal:
+        load_weights(three_to_two(), path)
+    words = r"save the full weights from (\S+)\.(\w+) with (StateDictOptions.*?\))"
+    module, function, options = re.search(words, str(refusal.value)).groups()  # type: ignore[union-attr]
+    advised = importlib.import_module(module)
+    return getattr(advised, function)(net, options=eval(options, vars(advised)))
+
+
+@pytest.mark.follows("The checkpoint holds FSDP's flat parameters")
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.filterwarnings("ignore")
+def test_flat_parameters_are_saved_again_as_weights(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    sharded = FullyShardedDataParallel(three_to_two(), device_id=torch.device("cpu"), use_orig_params=False)
+    with FullyShardedDataParallel.summon_full_params(sharded):
+        fill(sharded, 1)
+    torch.save({name: parameter.detach() for name, parameter in sharded.named_parameters()}, tmp_path / "a.pt")
+    torch.save(full_weights(sharded, tmp_path / "a.pt"), tmp_path / "b.pt")
+    load_weights(loaded := three_to_two(), tmp_path / "b.pt")
+    fill(twin := three_to_two(), 1)
+    assert contents(loaded) == contents(twin)
+
+
 def save_parts(folder: Path, rank: int) -> None:
     """Save this rank's part of the weights in plain.pt, what its refusal advises, and a copy of them all."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -79,12 +105,7 @@ def save_parts(folder: Path, rank: int) -> None:
     fully_shard(net, mesh=mesh)
     load_weights(net, folder / "plain.pt")
     torch.save(net.state_dict(), folder / f"{rank}.pt")
-    with pytest.raises(CheckpointMismatchError) as refusal:
-        load_weights(three_to_two(), folder / f"{rank}.pt")
-    words = r"save the full weights from (\S+)\.(\w+) with (StateDictOptions.*?\))"
-    module, function, options = re.search(words, str(refusal.value)).groups()  # type: ignore[union-attr]
-    advised = importlib.import_module(module)
-    full = getattr(advised, function)(net, options=eval(options, vars(advised)))
+    full = full_weights(net, folder / f"{rank}.pt")
     copies = {key: DTensor.from_local(value, mesh, [Replicate()], run_check=False) for key, value in whole.items()}
     if rank == 0:
         torch.save(full, folder / "full.pt")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
-import subprocess
+import os
 import sys
 import traceback
 import weakref
 from code import InteractiveInterpreter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from rank_processes import run_ranks
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, free_memory
@@ -149,11 +150,14 @@ shell.run_line_magic("debug", "")
 """
 
 
-def test_the_error_of_a_notebooks_cell_is_released(
-    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
+def in_notebook(folder: Path, rank: int) -> None:
+    os.environ["IPYTHONDIR"] = str(folder)
+    exec(NOTEBOOK, {"__name__": "__main__"})
+
+
+def test_the_error_of_a_notebooks_cell_is_released(tmp_path: Path) -> None:
     pytest.importorskip("IPython")
-    child = run_python("-c", NOTEBOOK, env={"IPYTHONDIR": str(tmp_path)})
-    assert child.returncode == 0, child.stderr
-    assert "\nReleased: the traceback of Failed.\n" in child.stdout
-    assert "nothing to debug" in child.stderr
+    (ended,) = run_ranks(tmp_path, in_notebook, ranks=1)
+    assert ended.returncode == 0, ended.stderr
+    assert "\nReleased: the traceback of Failed.\n" in ended.stdout
+    assert "nothing to debug" in ended.stderr
