@@ -5,15 +5,13 @@ from pathlib import Path
 
 import pytest
 
-nbformat = pytest.importorskip("nbformat", reason="needs Jupyter")
-nbclient = pytest.importorskip("nbclient", reason="needs Jupyter")
-pytest.importorskip("ipykernel", reason="needs Jupyter")
-pytest.importorskip("matplotlib", reason="needs the extra plot")
-
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
 
 
 def test_the_notebook_runs_and_shows_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat, nbclient = (pytest.importorskip(name, reason="needs Jupyter") for name in ("nbformat", "nbclient"))
+    pytest.importorskip("ipykernel", reason="needs Jupyter")
+    pytest.importorskip("matplotlib", reason="needs the extra plot")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # an environment that is not activated
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
