@@ -10,10 +10,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 from checkpoint_files import Exploit
+from fsspec.registry import _registry
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -127,7 +127,7 @@ def test_the_package_to_install_opens_the_url(
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "aiohttp", None)
         without.delitem(sys.modules, "fsspec.implementations.http", raising=False)
-        without.delitem(fsspec.registry._registry, "http", raising=False)
+        without.delitem(_registry, "http", raising=False)  # of the protocols that have been used
         assert main(["checkpoint", "verify", url]) == 1
         advised = re.search(r"Install it: pip install (\S+)\n", capsys.readouterr().err)
     assert (advised[1] in sys.modules, main(["checkpoint", "verify", url])) == (True, 0)  # type: ignore[index]

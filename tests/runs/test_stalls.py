@@ -36,6 +36,7 @@ from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import ReportError, StalledTrainingWarning
 from lightning_gpu_tools.units import format_duration
 
+pytestmark = pytest.mark.timeout(600)  # of the first test, which waits for all trainings
 STALL_S = 3.0
 BEFORE_TRAINING = "before training"
 CASES = STALLS | {BEFORE_TRAINING: Case(evaluation, words="during setup at step 0.\nWorker 0 (PID ")}
@@ -61,7 +62,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Stall | st
     started = []
     for name, case in CASES.items():
         started += start_ranks(folders[name], case.train, ranks=case.ranks, options={"stall_after_s": STALL_S})
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 300  # which is over as soon as all are named
     try:
         while time.monotonic() < until_s and not all(found(case, folders[name]) for name, case in CASES.items()):
             time.sleep(0.2)
