@@ -7,7 +7,6 @@ import functools
 import os
 import platform
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,12 +58,7 @@ def read_host_budget(*, local_ranks: int = 1) -> HostBudget:
 
 def affinity_cores() -> int:
     """Return the number of cores that this process may run on, ignoring quotas."""
-    return len(own_cores())
-
-
-def own_cores() -> Collection[int]:
-    """Return the numbers of these cores; all of the machine's on macOS, which has no affinity."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return len(os.sched_getaffinity(0))
 
 
 def shared_memory_bytes() -> int | None:
@@ -90,9 +84,9 @@ def idle_cpu_s() -> float | None:
     lines = re.findall(r"^cpu(\d+) \d+ \d+ \d+ (\d+) (\d+)", read_kernel_file(_STAT), re.MULTILINE)
     # A core that waits for a disk is also free for other threads.
     idle_s = {int(core): (int(idle) + int(waiting)) / TICKS_PER_S for core, idle, waiting in lines}
-    mine = own_cores()
+    mine = os.sched_getaffinity(0)
     # Otherwise it is hidden (mounted with subset=pid), or has a container's own numbers (lxcfs).
-    return sum(idle_s[core] for core in mine) if idle_s.keys() >= set(mine) else None
+    return sum(idle_s[core] for core in mine) if idle_s.keys() >= mine else None
 
 
 def resident_memory_bytes() -> int:

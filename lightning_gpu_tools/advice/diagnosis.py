@@ -28,7 +28,7 @@ from lightning_gpu_tools.advice.verdict import (
     why_not,
     why_of,
 )
-from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
+from lightning_gpu_tools.memory.readings import OutOfMemory
 from lightning_gpu_tools.training.phases import DATA_LOADING, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.stall_facts import StallFacts

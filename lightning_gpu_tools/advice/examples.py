@@ -11,8 +11,14 @@ from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS
 from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.host import HostBudget
-from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
-from lightning_gpu_tools.memory.readings import Block, MemoryHoldings, MemoryReading, RankMemory, StepMemory
+from lightning_gpu_tools.memory.readings import (
+    Block,
+    MemoryHoldings,
+    MemoryReading,
+    OutOfMemory,
+    RankMemory,
+    StepMemory,
+)
 from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lightning_gpu_tools.memory.out_of_memory import LOADING_CHECKPOINT, SETUP, OutOfMemory
+from lightning_gpu_tools.memory.readings import LOADING_CHECKPOINT, SETUP, OutOfMemory
 from lightning_gpu_tools.training.phases import OPTIMIZER, OUTSIDE_LOOP, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable

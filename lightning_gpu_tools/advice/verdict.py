@@ -38,7 +38,7 @@ from lightning_gpu_tools.advice.out_of_memory import (
     others_bytes,
     place_of,
 )
-from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
+from lightning_gpu_tools.memory.readings import OutOfMemory
 from lightning_gpu_tools.training.phases import CALLBACK, PAUSES, TRAINING_STEP, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, plural

@@ -21,8 +21,7 @@ from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape
 from lightning_gpu_tools.memory.blocks import MemoryRecorder, by_line, live_blocks
 from lightning_gpu_tools.memory.counters import MemoryCounters, read_memory
-from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
-from lightning_gpu_tools.memory.readings import MemoryReading
+from lightning_gpu_tools.memory.readings import MemoryReading, OutOfMemory
 from lightning_gpu_tools.reports.report import COMPLETED
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training import compat

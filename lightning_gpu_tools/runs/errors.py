@@ -23,15 +23,18 @@ from lightning_gpu_tools.advice.out_of_memory import begin_bytes, is_out_of_memo
 from lightning_gpu_tools.host import shared_memory_bytes
 from lightning_gpu_tools.loaders.workers import OF_LIVING_WORKERS, wait_for_exit_codes
 from lightning_gpu_tools.memory.holdings import count_holdings
-from lightning_gpu_tools.memory.out_of_memory import (
+from lightning_gpu_tools.memory.readings import (
     LOADING_CHECKPOINT,
     OF_HOST,
     SETUP,
+    MemoryHoldings,
+    MemoryLine,
+    MemoryReading,
     OutOfMemory,
+    RankMemory,
     largest_first,
     out_of_memory,
 )
-from lightning_gpu_tools.memory.readings import MemoryHoldings, MemoryLine, MemoryReading, RankMemory
 from lightning_gpu_tools.processes import INIT, process_stat
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.run import Run

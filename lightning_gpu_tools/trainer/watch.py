@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored, is_of_dead_worker
-from lightning_gpu_tools.memory.out_of_memory import out_of_memory
+from lightning_gpu_tools.memory.readings import out_of_memory
 from lightning_gpu_tools.reports.report import ReportFile, warn_if_not_writable
 from lightning_gpu_tools.runs.publish import publish, say_verdict
 from lightning_gpu_tools.runs.run_report import Advisor, RunningReport, check_thresholds, conclude, describe

@@ -153,10 +153,7 @@ def ready_share(iterator: object) -> float | None:
 def is_batch_ready(iterator: object) -> bool | None:
     """Return whether a batch is ready. Without it, a loader that keeps up seems to lag."""
     queue = getattr(iterator, "_data_queue", None)
-    try:
-        return None if queue is None else queue.qsize() > 0
-    except NotImplementedError:  # macOS
-        return None
+    return None if queue is None else queue.qsize() > 0
 
 
 # Of torch.utils.data: runs a worker, and loads the samples of a batch. Without them, no source line of a worker is

@@ -22,7 +22,6 @@ from lightning_gpu_tools.host import (
     children_cpu_s,
     cores_in_reach,
     idle_cpu_s,
-    own_cores,
     read_host_budget,
 )
 from lightning_gpu_tools.processes import ProcessStat, process_stat
@@ -129,7 +128,7 @@ class CoreUsers:
         return max(_INTERVAL_S, (monotonic() - began_s) / _SCAN_SHARE)
 
     def _add(self, now: dict[int, ProcessStat], elapsed_s: float) -> None:
-        this, ranks, cores = os.getpid(), {*self._rank_pids()}, own_cores()
+        this, ranks, cores = os.getpid(), {*self._rank_pids()}, os.sched_getaffinity(0)
         of_job = _family(now, {this, *ranks})
         children = _family(now, {this}) - _family(now, ranks - {this}) - {this, *self._worker_pids()}
         self._watched_s += elapsed_s

@@ -98,7 +98,7 @@ def activity(pid: int, thread: int | None = None) -> tuple[str, Wait | None, str
     Works even if it hangs in the kernel, and takes about 50 µs. The state is ``"X"`` if it has ended.
     """
     folder = _folder(pid, thread)
-    state, *_ = stat_fields(*folder) or ["X" if _PROC.exists() else "S"]  # macOS has no /proc
+    state, *_ = stat_fields(*folder) or ["X"]
     calls = _CALLS.get(_MACHINE, {})
     call = read_proc(*folder, "syscall").split()  # a number and its arguments; "running"; or "-1" outside a call
     number = int(call[0]) if call and call[0].isdecimal() else -1
@@ -148,7 +148,7 @@ def owner_of(path: str) -> _Owner:
 
 
 # Rarely used by programs: one of Linux's last real-time signals.
-_SIGNAL: int = getattr(signal, "SIGRTMAX", 64) - 3  # not used on macOS, which also lacks memfd_create
+_SIGNAL = signal.SIGRTMAX - 3
 _ANSWER_S = 0.3  # our default; on an idle core it takes microseconds
 _POLL_S = 0.02
 _LINE = re.compile(r'^\s*File "(.*)", line (\d+) in (.+)$', re.MULTILINE)
@@ -179,7 +179,7 @@ class WorkerStacks:
     """A file in memory into which workers write their stacks at a signal, even while they run C code."""
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("stacks") if hasattr(os, "memfd_create") else -1
+        self._file = os.memfd_create("stacks")
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"  # for :func:`write_stack_at_signal` in a worker
 
     def ask(self, pid: int) -> tuple[Frame, ...]:

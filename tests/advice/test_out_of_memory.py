@@ -17,12 +17,7 @@ from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import FLAT, GIB, GROWING, MIB, an_error, counted_steps, gpu_run
 from lightning_gpu_tools.advice.out_of_memory import is_out_of_memory
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
-from lightning_gpu_tools.memory.out_of_memory import OutOfMemory, out_of_memory, parse
-from lightning_gpu_tools.memory.readings import (
-    Block,
-    MemoryLine,
-    MemoryReading,
-)
+from lightning_gpu_tools.memory.readings import Block, MemoryLine, MemoryReading, OutOfMemory, out_of_memory, parse
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 LOADER = dataclasses.replace(examples.LOADER, batch_size=64)

@@ -24,8 +24,7 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, lo
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.examples import STEP, an_error, gpu_run
 from lightning_gpu_tools.gpus import nvml
-from lightning_gpu_tools.memory.out_of_memory import SETUP
-from lightning_gpu_tools.memory.readings import MemoryHoldings
+from lightning_gpu_tools.memory.readings import SETUP, MemoryHoldings
 from lightning_gpu_tools.reports.report import Report
 
 pytestmark = pytest.mark.usefixtures("two_gib")

@@ -26,7 +26,7 @@ from lightning_gpu_tools.advice.out_of_memory import (
     taken_bytes,
     wanted_bytes,
 )
-from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
+from lightning_gpu_tools.memory.readings import OutOfMemory
 from lightning_gpu_tools.training.phases import TRAINING_STEP, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
 from lightning_gpu_tools.units import format_bytes

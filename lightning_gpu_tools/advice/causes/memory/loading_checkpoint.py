@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.examples import failed
 from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
 from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, more_room
-from lightning_gpu_tools.memory.out_of_memory import LOADING_CHECKPOINT, SETUP
+from lightning_gpu_tools.memory.readings import LOADING_CHECKPOINT, SETUP
 from lightning_gpu_tools.units import format_bytes
 
 

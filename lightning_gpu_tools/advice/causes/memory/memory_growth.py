@@ -20,8 +20,7 @@ from lightning_gpu_tools.advice.out_of_memory import (
     room_bytes,
     why_host_is_full,
 )
-from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
-from lightning_gpu_tools.memory.readings import MemoryGrowth, MemoryLine
+from lightning_gpu_tools.memory.readings import MemoryGrowth, MemoryLine, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 

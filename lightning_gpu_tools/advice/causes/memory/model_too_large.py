@@ -20,8 +20,7 @@ from lightning_gpu_tools.advice.out_of_memory import (
     room_bytes,
     sharded,
 )
-from lightning_gpu_tools.memory.out_of_memory import SETUP
-from lightning_gpu_tools.memory.readings import MemoryHoldings
+from lightning_gpu_tools.memory.readings import SETUP, MemoryHoldings
 from lightning_gpu_tools.units import format_bytes
 
 _MIN_SHARE = 0.85  # our default: the share of the memory that the model takes before any batch

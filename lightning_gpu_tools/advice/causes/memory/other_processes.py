@@ -22,7 +22,7 @@ from lightning_gpu_tools.advice.out_of_memory import (
     unlisted_bytes,
 )
 from lightning_gpu_tools.gpus.readings import FOREIGN, GpuProcess
-from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
+from lightning_gpu_tools.memory.readings import OutOfMemory
 from lightning_gpu_tools.units import format_bytes, printable
 
 _LEFT_OVER_SHARE = 0.5  # our default: of other jobs' memory; from here on, leftover processes are the cause

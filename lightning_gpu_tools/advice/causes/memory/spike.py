@@ -23,7 +23,7 @@ from lightning_gpu_tools.advice.out_of_memory import (
     room_bytes,
     taken_bytes,
 )
-from lightning_gpu_tools.memory.out_of_memory import OutOfMemory
+from lightning_gpu_tools.memory.readings import OutOfMemory
 from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, OUTSIDE_LOOP, VALIDATION, base_phase
 from lightning_gpu_tools.units import format_bytes
 
