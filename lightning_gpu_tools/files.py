@@ -72,7 +72,6 @@ class Status(NamedTuple):
 
     size_bytes: int
     modified_s: float | None  # since the epoch; None if the file system does not report it
-    content: object  # a value that changes when another program writes the file
     kind: Literal["file", "folder", "other"]  # other: a pipe or a device
 
 
@@ -81,18 +80,16 @@ def status(path: str | os.PathLike[str]) -> Status:
     filesystem, name = _place(path)
     if filesystem is None:
         found = os.stat(name)
-        content = found.st_ino, found.st_mtime_ns
         is_file, is_folder = stat.S_ISREG(found.st_mode), stat.S_ISDIR(found.st_mode)
-        return Status(found.st_size, found.st_mtime, content, "file" if is_file else "folder" if is_folder else "other")
+        return Status(found.st_size, found.st_mtime, "file" if is_file else "folder" if is_folder else "other")
     modified_s = None
     with _reaching(path):
         info = filesystem.info(name)
         if info["type"] == "directory":
-            return Status(0, None, None, "folder")
+            return Status(0, None, "folder")
         with contextlib.suppress(NotImplementedError):
             modified_s = filesystem.modified(name).timestamp()
-    size_bytes = info.get("size") or 0
-    return Status(size_bytes, modified_s, (size_bytes, modified_s), "file")
+    return Status(info.get("size") or 0, modified_s, "file")
 
 
 def check_writable(folder: str | os.PathLike[str]) -> None:

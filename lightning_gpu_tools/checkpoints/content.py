@@ -19,14 +19,6 @@ Entries = Mapping[str, Mapping[str, Any]]  # sets of weights by the name of thei
 LIGHTNING_VERSION = "pytorch-lightning_version"
 # Entries of a Lightning checkpoint with the model's keys. WeightAveraging adds the second one.
 MODEL_STATES = ("state_dict", "current_model_state")
-# Entries that a Trainer restores, and what they are.
-_RESTORED = {
-    LIGHTNING_VERSION: "a version such as 2.6.0",
-    "hyper_parameters": "a dictionary with string keys",
-    "loops": "a dictionary with the loops of a Trainer",
-    **dict.fromkeys(("callbacks", "current_model_state", "averaging_state"), "a dictionary"),
-    **dict.fromkeys(("optimizer_states", "lr_schedulers"), "a list of dictionaries"),
-}
 _VERSION = re.compile(r"\d{1,9}(\.\d{1,9}){1,3}[\w.+-]{0,40}")
 # Arguments of classes. Tensors in them are not weights.
 _ARGUMENTS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
@@ -88,31 +80,44 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
 
 def check_training_state(content: Any, path: object) -> None:
     """Raise if an entry of a Lightning checkpoint is not what Lightning writes, so that it cannot be restored."""
-    for name, expected in _RESTORED.items() if is_lightning_checkpoint(content) else ():
-        if name in content and not _is_restorable(name, content[name]):
+    for name, (expected, fits) in _RESTORED.items() if is_lightning_checkpoint(content) else ():
+        if name in content and not (isinstance(content[name], Opaque) or fits(content[name])):  # only its class knows
             raise BrokenCheckpointError(
                 f"{printable_path(path)} cannot be resumed: its {name} is {describe_content(content[name])}, not "
                 f"{expected}. Use an earlier checkpoint, or load its weights with lightning_gpu_tools.load_weights."
             )
 
 
-def _is_restorable(name: str, value: Any) -> bool:
-    if isinstance(value, Opaque):  # only its class knows
-        return True
-    if name == LIGHTNING_VERSION:
-        return isinstance(value, str) and _VERSION.fullmatch(value) is not None
-    if name == "hyper_parameters":
-        return is_named(value)
-    if name == "loops" and isinstance(value, Mapping):
-        return {f"{loop}_loop" for loop in ("fit", "validate", "test", "predict")} <= value.keys()
-    if isinstance(value, list):
-        return "list" in _RESTORED[name] and all(isinstance(item, (Mapping, Opaque)) for item in value)
-    return "list" not in _RESTORED[name] and (isinstance(value, Mapping) or value is None)
-
-
 def is_named(value: Any) -> bool:
     """Return whether this is a dictionary with string keys."""
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def _is_version(value: Any) -> bool:
+    return isinstance(value, str) and _VERSION.fullmatch(value) is not None
+
+
+def _are_loops(value: Any) -> bool:
+    names = {"fit_loop", "validate_loop", "test_loop", "predict_loop"}
+    return value is None or (isinstance(value, Mapping) and names <= value.keys())
+
+
+def _is_dictionary(value: Any) -> bool:
+    return value is None or isinstance(value, Mapping)
+
+
+def _are_dictionaries(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, (Mapping, Opaque)) for item in value)
+
+
+# Entries that a Trainer restores, what they are, and whether a value can be restored.
+_RESTORED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    LIGHTNING_VERSION: ("a version such as 2.6.0", _is_version),
+    "hyper_parameters": ("a dictionary with string keys", is_named),
+    "loops": ("a dictionary with the loops of a Trainer", _are_loops),
+    **dict.fromkeys(("callbacks", "current_model_state", "averaging_state"), ("a dictionary", _is_dictionary)),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers"), ("a list of dictionaries", _are_dictionaries)),
+}
 
 
 def is_state_dict(value: Any) -> bool:

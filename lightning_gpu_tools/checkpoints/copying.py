@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import gc
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -105,7 +103,6 @@ def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...
     made: dict[int, torch.Tensor] = {}
     with _before_each_copy(model, prepare):
         found = _load_state(model, renamed, fit.strict, "The model may be partly loaded. Create it again.")
-    _renew_deepspeeds_copies(model)
     if fit.strict:  # then the model's own code has handled keys without a match
         plan = dataclasses.replace(fit.plan, missing=(), unexpected=(), clashes={})
         return plan, tuple(key for key in fit.state if key not in plan.kept)
@@ -272,21 +269,6 @@ def _before_each_copy(
         for module in _modules(model):
             hooks.enter_context(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
         yield
-
-
-def _renew_deepspeeds_copies(model: nn.Module) -> None:
-    """Refresh the float32 copies that DeepSpeed's optimizers keep, and which the next step would restore."""
-    if "deepspeed" not in sys.modules:
-        return
-    import deepspeed
-
-    loaded = {*map(id, model.parameters())}
-    # The model has no reference to its engine.
-    engines: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), deepspeed.DeepSpeedEngine)]
-    for engine in engines:
-        has_model = not loaded.isdisjoint(map(id, engine.parameters()))
-        if has_model and hasattr(engine.optimizer, "refresh_fp32_params"):  # torch's optimizers keep no copies
-            engine.optimizer.refresh_fp32_params()
 
 
 def _different_for_tied(fit: Fit) -> dict[str, str]:

@@ -118,7 +118,7 @@ def load_weights(
         TypeError: ``model`` is not a module, or ``path`` is not a path.
 
     Warns:
-        UserWarning: The file also holds averages of these weights, or part of the model is still on the meta device.
+        UserWarning: The file also holds averages of these weights.
 
     Example:
         >>> report = load_weights(net, "last.ckpt")  # doctest: +SKIP
@@ -139,22 +139,14 @@ def load_weights(
     with errors_about(path, type(model), note):
         fit = fit_weights(model, entries, root, strict)
         plan, loaded = copy_weights(model, fit)
-    warn_of_what_is_left(path, model, fit)
+    warn_of_averages(path, fit)
     return _report(str(path), fit, plan, loaded, classes)
 
 
-def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fit) -> None:
-    """Warn about averages that were not loaded and tensors that still have no numbers."""
+def warn_of_averages(path: str | os.PathLike[str], fit: Fit) -> None:
+    """Warn about averages that were not loaded."""
     if any(map(is_average, fit.others)):
         warnings.warn(f"{printable_path(path)}: {fit.choice()}", stacklevel=4)
-    tensors = (*model.named_buffers(), *(model.named_parameters() if fit.plan.missing else ()))
-    without_numbers = [name for name, tensor in tensors if tensor.is_meta]
-    if without_numbers:
-        warnings.warn(
-            f"{printable_path(path)} has no values for {list_groups(without_numbers)}, which are still on the meta "
-            "device. Initialize them before you use the model.",
-            stacklevel=4,
-        )
 
 
 def fit_weights(model: nn.Module, entries: Entries, root: str | None, strict: bool) -> Fit:

@@ -60,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog=_EXIT_CODES,
     )
     verify.add_argument("file", metavar="FILE", help=_ANY)
-    verify.add_argument("--json", action="store_true", help="print JSON with path, sound, checksums, bytes, unread")
     verify.set_defaults(run=_verify)
 
     convert = actions.add_parser(
@@ -94,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @collector_paused()
 def _inspect(args: argparse.Namespace) -> int:
     found = _summarize(sources.read_structure(args.file))
-    _print(found if args.json else _render(found))
+    print(json.dumps(found) if args.json else _render(found))
     return 0
 
 
@@ -219,16 +218,12 @@ def _verify(args: argparse.Namespace) -> int:
 
     start = time.monotonic()
     structure, unread = verify_checkpoint(args.file)
-    if args.json:
-        found = {"path": args.file, "sound": True, "checksums": structure.has_checksums, "bytes": structure.size_bytes}
-        _print({**found, "unread": unread})
-    else:
-        sound = "all checksums match"
-        if not structure.has_checksums:
-            sound = "the structure is valid (this format has no checksums)"
-        size, took = format_bytes(structure.size_bytes), format_duration(time.monotonic() - start)
-        note = f"; {describe_unread(unread)}" if unread else ""
-        _print(f"{printable_path(args.file)}: {sound}, {size} in {took}{note}")
+    sound = "all checksums match"
+    if not structure.has_checksums:
+        sound = "the structure is valid (this format has no checksums)"
+    size, took = format_bytes(structure.size_bytes), format_duration(time.monotonic() - start)
+    note = f"; {describe_unread(unread)}" if unread else ""
+    print(f"{printable_path(args.file)}: {sound}, {size} in {took}{note}")
     return 0
 
 
@@ -253,9 +248,5 @@ def _convert(args: argparse.Namespace) -> int:
         dtype=getattr(torch, args.dtype) if args.dtype else None,
         weights_only=args.weights,
     )
-    _print(result)
+    print(result)
     return 0
-
-
-def _print(result: object) -> None:
-    print(result if isinstance(result, str) else json.dumps(result))

@@ -326,7 +326,7 @@ class ReportFile:
                 file.write(to_json(report).encode())
                 file.flush()  # a full disk fails here, before the former report replaces the previous one
                 self._keep_former()
-            self._written = files.status(self.path).content
+            self._written = files.status(self.path)
         finally:
             self._writing.release()
         return self.path
@@ -334,7 +334,7 @@ class ReportFile:
     def _keep_former(self) -> None:
         previous = os.path.join(self.folder, PREVIOUS_NAME)
         with contextlib.suppress(FileNotFoundError):
-            if files.status(self.path).content == self._written:
+            if files.status(self.path) == self._written:
                 return
             if _is_finished(self.path) or not files.exists(previous) or not _is_finished(previous):
                 with files.writing(previous) as file:  # a copy, so that a report always exists

@@ -24,7 +24,7 @@ from lightning_gpu_tools.checkpoints.copying import copy_weights
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import checkpoint_at
 from lightning_gpu_tools.checkpoints.state_dicts import errors_about, own_all_but_weights, weights_in
-from lightning_gpu_tools.checkpoints.weights import fit_weights, warn_of_what_is_left
+from lightning_gpu_tools.checkpoints.weights import fit_weights, warn_of_averages
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.trainer.families import LightningModule, lookup, version_of
 from lightning_gpu_tools.units import checked, printable, printable_path
@@ -190,7 +190,7 @@ def load_from_checkpoint(
     with errors_about(path, model_class):
         fit = fit_weights(model, weights_in(checkpoint, path), root, strict)
         copy_weights(model, fit)
-    warn_of_what_is_left(path, model, chosen or fit)
+    warn_of_averages(path, chosen or fit)
     if map_location is None:
         return model
     first = next((value for value in fit.weights.values() if isinstance(value, torch.Tensor)), torch.empty(0))

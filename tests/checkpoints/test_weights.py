@@ -1,10 +1,8 @@
 """load_weights on real files, real architectures and real wrappers."""
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,30 +93,15 @@ def test_what_hooks_translate_is_loaded_and_reported_as_loaded(strict: bool, tmp
     assert str(report) == 'a.pt: loaded 9 weights; removed "module." from 4 keys'
 
 
-def test_engines_are_known_by_name_and_take_over_what_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_are_known_by_name(tmp_path: Path) -> None:
     class DeepSpeedEngine(nn.Module):
         def __init__(self, module: nn.Module) -> None:
             super().__init__()
             self.module = module
-            self.optimizer = SimpleNamespace(refresh_fp32_params=self.copy)
-
-        def copy(self) -> None:
-            """Copy what the next step will put in the place of the weights."""
-            self.copies = [parameter.detach().double() for parameter in self.module.parameters()]
 
     DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
-    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(DeepSpeedEngine=DeepSpeedEngine))
     source, target = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
     torch.save(source.state_dict(), tmp_path / "a.pt")
-    engine, other = DeepSpeedEngine(target), DeepSpeedEngine(nn.Linear(2, 2))
-    report = load_weights(engine, tmp_path / "a.pt")
+    report = load_weights(DeepSpeedEngine(target), tmp_path / "a.pt")
     assert report.renamed == {"0.weight": "module.0.weight", "0.bias": "module.0.bias"}
-    for module, root in ((engine, None), (target, None), (target[0], "0.")):  # a part of its model, too
-        nn.init.zeros_(target[0].weight)
-        engine.copies = []
-        load_weights(module, tmp_path / "a.pt", root=root)
-        assert torch.equal(source[0].weight, target[0].weight)
-        assert torch.equal(engine.copies[0], source[0].weight.double())
-    assert not hasattr(other, "copies")
+    assert torch.equal(source[0].weight, target[0].weight)

@@ -64,7 +64,6 @@ def test_verify_finds_a_flipped_bit(last: str, run: Run) -> None:
     code, out, _ = run("verify", last)
     assert code == 0
     assert "all checksums match" in out
-    assert json.loads(run("verify", last, "--json")[1])["checksums"] is True
     data = bytearray(Path(last).read_bytes())
     data[data.index(struct.pack("<4f", 1, 1, 1, 1))] ^= 1
     Path(last).write_bytes(data)
@@ -78,7 +77,6 @@ def test_verify_says_what_it_did_not_open(tmp_path: Path, run: Run) -> None:
     torch.save({"model": WEIGHTS, "data": tmp_path}, path)
     code, out, _ = run("verify", path)
     assert (code, f"; not read, because opening would run code: {PATH_CLASS}" in out) == (0, True)
-    assert json.loads(run("verify", path, "--json")[1])["unread"] == [PATH_CLASS]
     assert load_weights(nn.Linear(2, 2), path).unread == (PATH_CLASS,)
     torch.save({"model": {**WEIGHTS, "bias": tmp_path}}, path)
     code, out, err = run("verify", path)
@@ -108,7 +106,7 @@ def test_every_action_takes_a_url(last: str, tmp_path: Path, monkeypatch: pytest
     assert (code, f"{url} exists. Use --force to replace it" in err) == (1, True)
     assert MemoryFileSystem.store["/b/a.safetensors"].getvalue() == before
     assert run("inspect", url)[1].startswith(f"{url}: ")
-    assert json.loads(run("verify", url, "--json")[1])["path"] == url
+    assert run("verify", url)[1].startswith(f"{url}: ")
     assert load_weights(Tied(), url).loaded == tuple(Tied().state_dict())
     assert "Checkpoint file not found: memory://b/gone" in run("inspect", "memory://b/gone")[2]
 
