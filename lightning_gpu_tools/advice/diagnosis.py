@@ -16,7 +16,7 @@ from lightning_gpu_tools.advice.findings import (
     Diagnosis,
     Finding,
 )
-from lightning_gpu_tools.advice.lost_time import idle_by_phase, idle_in_step_share, without_added_time
+from lightning_gpu_tools.advice.lost_time import idle_by_phase, idle_in_step_share
 from lightning_gpu_tools.advice.verdict import (
     LeftOut,
     by_gain,
@@ -107,9 +107,6 @@ def _find(run: RunMeasurements, causes: dict[str, Cause[RunMeasurements]]) -> tu
             if not cause.why_not(run, finding):
                 silencing.add(name)
             explained = {str(earlier.evidence.get("phase")) for earlier in reported}
-            for earlier in reported:
-                if causes[earlier.cause].takes_over:
-                    finding = without_added_time(finding, earlier)
             phase = str(finding.evidence.get("phase"))
             if reason := why_not(run, cause, finding):
                 left_out.append((finding, reason))

@@ -111,7 +111,6 @@ class Cause(Generic[Facts]):
     why_not: Callable[[Facts, Finding], str] = lambda facts, finding: ""
     silenced_by: Sequence[str] = ()  # causes: if one of them finds anything, however little, this one is not judged
     leaves_explained: bool = False  # its findings on phases of earlier findings are left out
-    takes_over: bool = False  # its time is taken out of later findings on the same phase
     ignores_min_cost: bool = False  # it is reported however little time it takes per step
     # Whether it can be judged without enough steady steps, of which short epochs and frequent validations leave few.
     is_judged_early: Callable[[Facts], bool] = lambda facts: False

@@ -8,9 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean, median, median_low
-from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import (
     MIN_CEILING,
@@ -134,25 +132,20 @@ def without_warm_up(blocks: Sequence[StepBlock]) -> Sequence[StepBlock]:
     return blocks[first:]
 
 
-class IdleInStep(NamedTuple):
-    """Reasons why the GPU waits inside the training step, as shares of the wall time."""
-
-    syncs: float  # the host continues only after it has waited for the GPU
-    launches: float  # the host launches kernels more slowly than they run
-    host_work: float  # the host does something else
-
-
 def syncs_in_step(run: RunMeasurements) -> list[SourceLine]:
     """Return the lines of the training step that wait for the GPU, most frequent first."""
     found = () if run.watched is None else run.watched.syncs
     return [line for line in found if base_phase(line.phase) not in _NOT_IN_STEP]
 
 
-def idle_in_step(run: RunMeasurements) -> IdleInStep | None:
-    """Return what the GPU waits for inside the training step; ``None`` if unknown."""
+def idle_in_step(run: RunMeasurements) -> tuple[float, float, float]:
+    """Return why the GPU waits inside the training step, as shares of the wall time; zeros if unknown.
+
+    The host has first waited for the GPU, launches kernels more slowly than they run, or does something else.
+    """
     in_step, watched = idle_in_step_share(run), run.watched
     if in_step is None or watched is None:
-        return None
+        return 0.0, 0.0, 0.0
     by_syncs = 0.0
     syncs = syncs_in_step(run)
     if sum(line.samples for line in syncs) >= _MIN_SYNCS_PER_STEP * watched.steps:
@@ -167,7 +160,7 @@ def idle_in_step(run: RunMeasurements) -> IdleInStep | None:
     rest = in_step - by_syncs
     host_s = sum(seconds for phase, seconds in run.phase_s.items() if base_phase(phase) == TRAINING_STEP) / run.steps
     launches = host_s - by_syncs * run.step_s <= watched.operations * _SLOW_LAUNCH_S
-    return IdleInStep(by_syncs, rest if launches else 0.0, 0.0 if launches else rest)
+    return by_syncs, rest if launches else 0.0, 0.0 if launches else rest
 
 
 def is_tiny(run: RunMeasurements) -> bool:
@@ -242,21 +235,6 @@ def lost_time(
         why=f"{begins} {100 * share:.0f}% of the wall time ({detail}).",
         advice=f"{advice} {hint}".strip(),
         basis=basis,
-    )
-
-
-def without_added_time(finding: Finding, slower: Finding) -> Finding:
-    """Return a finding without the time added by a slowdown, if both are about the same phase."""
-    phase = str(slower.evidence["phase"])
-    if finding.evidence.get("phase") not in (phase, base_phase(phase)):
-        return finding
-    share = max(0.0, finding.share - slower.share)
-    return replace(
-        finding,
-        share=share,
-        ceiling=min(finding.ceiling, ceiling(share)),
-        ceiling_lower=min(finding.ceiling_lower, ceiling(share)),
-        why=f"{finding.why} Excluding the time added by the slowdown, it is {100 * share:.0f}%.",
     )
 
 

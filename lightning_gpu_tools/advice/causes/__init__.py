@@ -18,7 +18,7 @@ from lightning_gpu_tools.training.stall_facts import StallFacts
 # All of these are judged, and those with the largest gain are reported. A cause comes after those that it depends on.
 _TIME = (
     "shared_gpu",  # if other jobs compute, the GPU's utilization says nothing about this one
-    "slowing_down",  # the time that it adds is taken out of the findings after it
+    "slowing_down",  # slow steps that grow have this reason
     "straggler",
     "communication",  # ranks that wait for a slow one do not wait for the network
     "small_batch",  # communication also keeps few multiprocessors busy

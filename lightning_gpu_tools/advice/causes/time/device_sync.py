@@ -18,16 +18,13 @@ _LOG_WITHOUT_SYNC = " Pass the tensor itself to self.log; prog_bar=True syncs ea
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
-    idle = idle_in_step(run)
-    if run.watched is None or idle is None or idle.syncs < MIN_SHARE:
+    share, _, _ = idle_in_step(run)
+    if run.watched is None or share < MIN_SHARE:
         return
     syncs = syncs_in_step(run)
     per_step = sum(sync.samples for sync in syncs) / run.watched.steps
     lines = ", ".join(in_words(sync.file, sync.line, sync.function) for sync in syncs[:_MAX_LINES])
-    evidence: Evidence = {
-        "syncs_per_step": per_step,
-        "source_lines": lines,
-    }
+    evidence: Evidence = {"syncs_per_step": per_step, "source_lines": lines}
     advice = (
         f"The host waits for the GPU {per_step:.3g}x per step, at {lines}. Remove .item(), .cpu(), float(), print, "
         "nonzero and synchronize() there, or call them every 50 steps."
@@ -35,7 +32,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     )
     yield lost_time(
         run,
-        idle.syncs,
+        share,
         begins=f"Waiting for GPU results inside the {run.activity} step takes",
         advice=advice,
         phase=TRAINING_STEP,

@@ -20,12 +20,12 @@ _MIN_SHARE = 0.15  # our default: even a well-fed GPU has some gaps
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
-    idle = idle_in_step(run)
-    if run.watched is None or idle is None or idle.host_work < _MIN_SHARE or is_tiny(run):
+    _, _, share = idle_in_step(run)
+    if run.watched is None or share < _MIN_SHARE or is_tiny(run):
         return
     yield lost_time(
         run,
-        idle.host_work,
+        share,
         begins=f"Host work inside the {run.activity} step takes",
         advice="Move this work to the dataset, where workers do it in advance, or to the GPU.",
         phase=TRAINING_STEP,

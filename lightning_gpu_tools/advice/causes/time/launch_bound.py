@@ -28,8 +28,8 @@ _MIN_REPLAYS = 0.5  # of CUDA graphs per step; fewer are not part of the steps
 def find(run: RunMeasurements) -> Iterator[Finding]:
     if not run.on_gpu:
         return
-    idle, tiny = idle_in_step(run), is_tiny(run)
-    share = (idle_in_step_share(run) or 0.0) if tiny else 0.0 if idle is None else idle.launches
+    tiny = is_tiny(run)
+    share = (idle_in_step_share(run) or 0.0) if tiny else idle_in_step(run)[1]
     if share < _MIN_SHARE:
         return
     evidence = {
@@ -56,7 +56,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         phase=TRAINING_STEP,
         evidence=evidence,
         lines=[TRAINING_STEP],
-        basis="heuristic" if idle is None else "measured",
+        basis="heuristic" if run.watched is None else "measured",
     )
 
 
