@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_gpu_tools.advice.causes import STALL_CAUSES, TIME_CAUSES
-from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.findings import (
     AT_END,
     MIN_SECONDS,
@@ -28,6 +27,7 @@ from lightning_gpu_tools.advice.verdict import (
     why_not,
     why_of,
 )
+from lightning_gpu_tools.advice.workers import Failure
 from lightning_gpu_tools.memory.readings import OutOfMemory
 from lightning_gpu_tools.training.phases import DATA_LOADING, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.advice.loader_plan import TOLERANCE, LoadCost, trial_of
-from lightning_gpu_tools.advice.workers_allowed import why_not_searched
+from lightning_gpu_tools.advice.workers import why_not_searched
 from lightning_gpu_tools.host import HostBudget, private_memory_bytes, read_host_budget
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.passes import random_states, undisturbed

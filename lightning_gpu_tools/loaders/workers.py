@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.advice.failures import how_it_ended, without_index
+from lightning_gpu_tools.advice.workers import how_it_ended, without_index
 from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import SHUT_DOWN_WORKERS
 from lightning_gpu_tools.units import printable

@@ -14,8 +14,8 @@ from weakref import WeakSet
 
 import torch
 
-from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.out_of_memory import place_of
+from lightning_gpu_tools.advice.workers import Failure
 from lightning_gpu_tools.gpus.metrics import Timeline
 from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape

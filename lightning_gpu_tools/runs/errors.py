@@ -11,15 +11,14 @@ from types import FrameType
 
 import torch
 
-from lightning_gpu_tools.advice.failures import (
+from lightning_gpu_tools.advice.findings import is_of_program
+from lightning_gpu_tools.advice.out_of_memory import begin_bytes, is_out_of_memory
+from lightning_gpu_tools.advice.workers import (
     Failure,
-    WorkerExit,
     failure_of_dataset,
     failure_of_workers,
     not_picklable,
 )
-from lightning_gpu_tools.advice.findings import is_of_program
-from lightning_gpu_tools.advice.out_of_memory import begin_bytes, is_out_of_memory
 from lightning_gpu_tools.host import shared_memory_bytes
 from lightning_gpu_tools.loaders.workers import OF_LIVING_WORKERS, wait_for_exit_codes
 from lightning_gpu_tools.memory.holdings import count_holdings
@@ -58,18 +57,18 @@ _FUNCTIONS = {
 }
 
 
-def worker_exits(run: Run, error: BaseException) -> list[WorkerExit]:
-    """Return the dead workers of the loader that raised an error, or of the training loader."""
+def worker_exits(run: Run, error: BaseException) -> list[tuple[int, int, int]]:
+    """Return the number, PID and exit code of dead workers of the loader that failed, or of the training loader."""
     workers = compat.workers(compat.iterator_waited_for(_frames(error)) or run.iterator)
     text = str(error)
     may_be_of_workers = "DataLoader worker" in text or isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
     if may_be_of_workers and workers and not any(words in text for words in OF_LIVING_WORKERS):
         wait_for_exit_codes(workers)
-    exits = [WorkerExit(i, one.pid or 0, one.exitcode) for i, one in enumerate(workers) if one.exitcode is not None]
-    return [one for one in exits if one.exitcode or "exited unexpectedly" in text]
+    exits = [(i, one.pid or 0, one.exitcode) for i, one in enumerate(workers) if one.exitcode is not None]
+    return [exit for exit in exits if exit[2] or "exited unexpectedly" in text]
 
 
-def failure_of(error: BaseException, exits: Sequence[WorkerExit], oom_kills: int) -> Failure | None:
+def failure_of(error: BaseException, exits: Sequence[tuple[int, int, int]], oom_kills: int) -> Failure | None:
     """Return the failure that ended training, if known beyond its error."""
     frames, shm_bytes = _frames(error), shared_memory_bytes()
     # Only "dump": code in the same file that receives tensors from a worker fails if the worker has died.
@@ -85,10 +84,10 @@ def _frames(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
-def message_of(error: BaseException, exits: Sequence[WorkerExit]) -> OutOfMemory | None:
+def message_of(error: BaseException, exits: Sequence[tuple[int, int, int]]) -> OutOfMemory | None:
     """Return what the text of an error says about memory, or that the kernel killed workers."""
     message = out_of_memory(error)
-    killed = tuple(one.pid for one in exits if one.exitcode == -signal.SIGKILL)
+    killed = tuple(pid for _, pid, code in exits if code == -signal.SIGKILL)
     if killed and (message is None or message.source == "host"):
         return replace(OF_HOST, is_certain=False, workers=killed)
     return message

@@ -10,8 +10,7 @@ from pathlib import Path
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools import files
-from lightning_gpu_tools.advice.failures import SHARED_MEMORY
-from lightning_gpu_tools.advice.workers_allowed import OPEN_IN_WORKER, named
+from lightning_gpu_tools.advice.workers import OPEN_IN_WORKER, SHARED_MEMORY, named
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim, folded_claims
 from lightning_gpu_tools.host import shared_memory_bytes

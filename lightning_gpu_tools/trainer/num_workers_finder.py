@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched
+from lightning_gpu_tools.advice.workers import why_not_searched, why_not_switched
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.host import read_host_budget
 from lightning_gpu_tools.loaders import plan

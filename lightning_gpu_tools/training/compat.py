@@ -183,7 +183,7 @@ def find(path: str) -> Any:
 
 
 def noting_index(fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wrap ``FETCH`` to note the dataset's index in its errors, for ``advice.failures``. Needs Python 3.11."""
+    """Wrap ``FETCH`` to note the dataset's index in its errors, for ``advice.workers``. Needs Python 3.11."""
 
     def fetched(self: Any, indices: Any) -> Any:
         try:

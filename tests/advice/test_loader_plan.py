@@ -10,7 +10,7 @@ from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import GIB, NO_WORKERS, WAITS, a_host, cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, plan_loader
-from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched, workers_allowed
+from lightning_gpu_tools.advice.workers import most_workers, obstacles, why_not_searched, why_not_switched
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import (
     LoaderFacts,
@@ -131,7 +131,7 @@ def waiting(began: LoaderFacts, now: LoaderFacts | None = None, **options: Any) 
 
 
 def test_all_obstacles_are_said_at_once() -> None:
-    said = workers_allowed(replace(STREAM, open_files=("Photos.file",), is_daemonic=True)).reasons
+    said = obstacles(replace(STREAM, open_files=("Photos.file",), is_daemonic=True))
     assert said.startswith("This process is daemonic and may not start workers. Start it with")
     assert "`Photos.file` is open, and forked workers would share it. Open it in the worker" in said
     assert "`Photos` is iterable and does not split by worker" in said
@@ -139,7 +139,7 @@ def test_all_obstacles_are_said_at_once() -> None:
 
 @pytest.mark.parametrize(("shards", "ranks", "most"), [(None, 1, None), (1, 1, 1), (8, 1, 8), (8, 4, 2), (2, 4, 1)])
 def test_the_shards_of_a_rank_limit_its_workers(shards: int | None, ranks: int, most: int | None) -> None:
-    assert workers_allowed(replace(STREAM, splits=True, shards=shards, ranks=ranks)).most == most
+    assert most_workers(replace(STREAM, splits=True, shards=shards, ranks=ranks)) == most
 
 
 @pytest.mark.parametrize(

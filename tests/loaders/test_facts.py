@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 from trainings import Samples
 
-from lightning_gpu_tools.advice.workers_allowed import why_not_searched
+from lightning_gpu_tools.advice.workers import why_not_searched
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.training.run_measurements import LoaderFacts
 

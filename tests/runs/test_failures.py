@@ -17,7 +17,7 @@ import torch
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.advice.failures import WorkerExit, failure_of_dataset, failure_of_workers, how_it_ended
+from lightning_gpu_tools.advice.workers import failure_of_dataset, failure_of_workers, how_it_ended
 from lightning_gpu_tools.runs import ending, session
 from lightning_gpu_tools.types import Report
 
@@ -139,7 +139,7 @@ def test_a_crash_in_native_code_prints_its_stack_as_advised(
         script = LOOP.format(folder=str(tmp_path), options=options, call=call, sample=sample)
         return run_python("-c", script, env={"PYTHONFAULTHANDLER": "", **env})
 
-    advice = str(failure_of_workers([WorkerExit(0, 100, -signal.SIGSEGV)], oom_kills=0, shm_bytes=None))
+    advice = str(failure_of_workers([(0, 100, -signal.SIGSEGV)], oom_kills=0, shm_bytes=None))
     (call,), (option, variable) = re.findall(r"faulthandler\.\w+\(\)", advice), re.findall(r"\w+=[01]", advice)
     in_worker = run("num_workers=1, worker_init_fn=with_stack", f"import faulthandler; {call}")
     in_training = run(option, **dict([variable.split("=")]))
@@ -190,7 +190,7 @@ def test_workers_have_room_in_shared_memory_of_the_advised_size(tmp_path: Path) 
 
 
 def test_of_several_dead_workers_the_first_cause_is_told() -> None:
-    exits = [WorkerExit(0, 100, -signal.SIGTERM), WorkerExit(1, 101, -signal.SIGKILL), WorkerExit(2, 102, 1)]
+    exits = [(0, 100, -signal.SIGTERM), (1, 101, -signal.SIGKILL), (2, 102, 1)]
     failure = failure_of_workers(exits, oom_kills=1, shm_bytes=None)
     assert failure.what == "worker 1 of the DataLoader (PID 101) was killed by the kernel, because memory ran out"
     assert failure_of_workers([], oom_kills=1, shm_bytes=None) is None

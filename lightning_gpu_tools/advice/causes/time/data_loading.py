@@ -44,7 +44,7 @@ from lightning_gpu_tools.advice.loader_plan import (
     with_range,
 )
 from lightning_gpu_tools.advice.lost_time import exposed_share, idle_share, lost_time, without_warm_up
-from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched, workers_allowed
+from lightning_gpu_tools.advice.workers import most_workers, obstacles, why_not_searched, why_not_switched
 from lightning_gpu_tools.training.phases import IN_WORKER, PAUSES
 from lightning_gpu_tools.training.run_measurements import (
     DATA_LOADING,
@@ -183,9 +183,9 @@ def _of_torch_loader(
     busy_s = sum(block.cpu_s for block in run.blocks)
     working_s = sum(block.wall_s - block.data_loading_s for block in run.blocks)
     step_cores = busy_s / working_s if busy_s > 0 and working_s > 0 else 1.0
-    allowed = workers_allowed(run.loader_began)
+    reasons, most = obstacles(run.loader_began), most_workers(run.loader_began)
     plan = plan_loader(
-        loader, cost, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=step_cores, most_workers=allowed.most
+        loader, cost, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=step_cores, most_workers=most
     )
     tried = max(plan.settings.num_workers, loader.num_workers + 1)
     after = predict_step(loader, cost, tried, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=step_cores)
@@ -216,13 +216,13 @@ def _of_torch_loader(
     )
     search = _search(run)
     may_help = ""  # more workers
-    if upper >= MIN_CEILING_LOWER and not allowed.reasons and tried <= (allowed.most or tried):
+    if upper >= MIN_CEILING_LOWER and not reasons and tried <= (most or tried):
         measured = f"; {search} measures it." if search else "."
         may_help = f"Speedup with num_workers={tried}: {as_times(lower)} to {as_times(upper)}{measured}"
     is_certain = expected >= MIN_CEILING and lower > MIN_CEILING_LOWER
     kind, advice = _shortage(run, loader, plan, computing, cpu_limit, may_help, is_certain=is_certain)
     # Other advice may end the whole wait.
-    is_advised = kind == "too_few_workers" and plan.settings.num_workers > loader.num_workers and not allowed.reasons
+    is_advised = kind == "too_few_workers" and plan.settings.num_workers > loader.num_workers and not reasons
     found = replace(found, advice=advice, evidence={**found.evidence, "kind": kind})
     return with_range(found, tried, lower, expected, upper, is_advised=is_advised)
 
@@ -242,7 +242,7 @@ def _shortage(
     ``computing`` is the share of loading that is CPU time, ``may_help`` what more workers may gain if the CPU is the
     limit, and ``is_certain`` whether the planned ones help.
     """
-    seen, allowed, search = run.loading or LoadingFacts(), workers_allowed(run.loader_began), _search(run)
+    seen, reasons, search = run.loading or LoadingFacts(), obstacles(run.loader_began), _search(run)
     planned = plan.settings.num_workers
     name = _name(run.loader_now)
     settings = settings_line(now, plan.settings) + (f" for the loader{name}" if name else "")
@@ -273,7 +273,7 @@ def _shortage(
             f"{storage_sentence(run.storage)} {changes}."
         )
         if planned > now.num_workers:
-            more = f"{allowed.reasons} Then more" if allowed.reasons else "More"
+            more = f"{reasons} Then more" if reasons else "More"
             advice += f" {more} workers help if the storage serves them in parallel: {settings}."
             advice += f" {search} measures it." if search else ""
         return "io_bound", advice
@@ -284,7 +284,7 @@ def _shortage(
         return "cpu_bound", one_thread
     if _has_no_free_core(seen) or (plan.limited_by == "cores" and not is_certain) or now.num_workers == planned == 0:
         limit = f"{cpu_limit[0].upper()}{cpu_limit[1:]}. {may_help}".strip()
-        if not may_help and not allowed.reasons:
+        if not may_help and not reasons:
             limit = f"More workers will not help, because {cpu_limit}."
         return "cpu_bound", (
             f"{limit} Do less work per sample: cache what is computed each time (decoding, tokenizing), store smaller "
@@ -292,14 +292,17 @@ def _shortage(
         )
     if planned <= now.num_workers and plan.limited_by not in ("shm", "shards"):
         return "main_process", _UNPACK_LESS
-    if allowed.reasons:
-        return "too_few_workers", f"{allowed.reasons} Then set {settings}."
+    if reasons:
+        return "too_few_workers", f"{reasons} Then set {settings}."
     needs = f"{run.activity.capitalize()} needs {plural(plan.workers_needed, 'worker')} (now {now.num_workers}), but"
+    facts = run.loader_began or LoaderFacts(kind="")
+    ranks = f" for {facts.ranks} ranks" if facts.ranks > 1 else ""
     limits = {
         "cores": f"Beyond that, {cpu_limit}.",
         "shm": f"{needs} /dev/shm is too small for their batches. Enlarge it: docker run --shm-size=..., or "
         "--ipc=host.",
-        "shards": f"{needs} {allowed.why_most}. Store the data in more shards.",
+        "shards": f"{needs} a stream can use at most as many workers as shards, and `{printable(facts.dataset)}` has "
+        f"{facts.shards}{ranks}. Store the data in more shards.",
     }
     sentences = [limits.get(plan.limited_by or "", "")]
     if planned > now.num_workers:

@@ -13,7 +13,7 @@ from lightning_gpu_tools.advice.causes.time.epoch_start import MIN_EPOCHS
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Cause, Evidence, Finding, Variant
 from lightning_gpu_tools.advice.lost_time import lost_time, times_less
-from lightning_gpu_tools.advice.workers_allowed import workers_allowed
+from lightning_gpu_tools.advice.workers import most_workers, obstacles
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
 from lightning_gpu_tools.units import plural
 
@@ -77,10 +77,9 @@ def why_not(run: RunMeasurements, finding: Finding) -> str:
 def _workers(run: RunMeasurements, waited: float) -> str:
     """Return how many workers would load the batches of validation while it computes, and what to change first."""
     cores = max(1, math.floor(run.host.cores / run.host.local_ranks))
-    allowed = [workers_allowed(facts) for facts in run.validation_facts]
-    most = [cores, *(answer.most for answer in allowed if answer.most is not None)]
+    most = [cores, *filter(None, map(most_workers, run.validation_facts))]
     workers = min(*most, math.ceil(waited / max(1 - waited, 1 / cores)))
-    reasons = " ".join(dict.fromkeys(answer.reasons for answer in allowed if answer.reasons))
+    reasons = " ".join(dict.fromkeys(filter(None, map(obstacles, run.validation_facts))))
     first = f"{reasons} Then set" if reasons else "Set"
     return (
         f"Validation spends {100 * waited:.0f}% of its time waiting for its loader. {first} DataLoader(..., "

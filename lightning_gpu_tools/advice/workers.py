@@ -1,0 +1,229 @@
+"""Workers of a DataLoader: whether it may have more, what to change first, and why they ended training. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from lightning_gpu_tools.training.run_measurements import LoaderFacts
+from lightning_gpu_tools.units import format_bytes, plural, printable
+
+_MAX_NAMED = 3  # our default
+_BY_INFO = "torch.utils.data.get_worker_info(): files[info.id::info.num_workers], or all if info is None."
+# How a stream gets a part for each worker.
+_SPLIT = f"Split what `__iter__` reads by {_BY_INFO}"
+_SPLIT_WEBDATASET = "Add webdataset.split_by_worker to its pipeline, after the list of shards."
+OPEN_IN_WORKER = "Open it in the worker, when it loads its first sample. Load no sample before the workers start."
+CHANGES = (
+    "its dataset changes while it is used (a cache, or its own random generator), and the copies in the workers would "
+    "change separately"
+)
+
+
+def obstacles(facts: LoaderFacts | None) -> str:
+    """Return why a loader may have no more workers as it is, and what to change, in sentences; empty if it may.
+
+    Without its facts, nothing is known against them.
+    """
+    if facts is None or not facts.is_torch:
+        return ""
+    return " ".join(f"{why[0].upper()}{why[1:]}. {first}" for why, first in _obstacles(facts))
+
+
+def most_workers(facts: LoaderFacts | None) -> int | None:
+    """Return the highest number of workers that is of use, once there are no obstacles; ``None`` without a limit."""
+    if facts is None or not facts.is_torch or not facts.is_iterable or facts.shards is None:
+        return None
+    return max(1, facts.shards // facts.ranks)
+
+
+def _obstacles(facts: LoaderFacts) -> Iterator[tuple[str, str]]:
+    """Yield each reason why the loader cannot have workers yet, and what to change."""
+    if facts.is_daemonic:
+        yield (
+            "this process is daemonic and may not start workers",
+            "Start it with multiprocessing.Process(daemon=False), or with concurrent.futures.ProcessPoolExecutor().",
+        )
+    if facts.open_files:
+        verb = "is" if len(facts.open_files) == 1 else "are"
+        consequence = "forked workers would share it" if facts.is_forked else "workers cannot have it"
+        yield (
+            f"{named(facts.open_files)} {verb} open, and {consequence}",
+            OPEN_IN_WORKER,
+        )
+    if facts.not_picklable is not None:
+        yield (
+            f"workers cannot import {_code(facts.not_picklable)}, which is defined inside a function",
+            'Define it at module level, or set multiprocessing_context="fork".',
+        )
+    if facts.is_iterable and not facts.splits:
+        stream = _code(facts.dataset)
+        if facts.splits is None:
+            yield (
+                f"{stream} is iterable, and its code does not show whether it splits its samples by worker",
+                f"If two workers yield each sample twice, split what it reads by {_BY_INFO}",
+            )
+        else:
+            yield (
+                f"{stream} is iterable and does not split by worker, so each worker would yield all samples",
+                _SPLIT_WEBDATASET if facts.is_webdataset else _SPLIT,
+            )
+
+
+def why_not_searched(facts: LoaderFacts) -> str | None:
+    """Return why other settings of a loader cannot be tried, or would change what it yields; ``None`` if they can."""
+    kind = printable(facts.kind.rpartition(".")[2])
+    if not facts.is_torch:
+        return f"it is a {printable(facts.kind)}, not a torch DataLoader"
+    if facts.keeps_position:
+        return f"a {kind} keeps its position (state_dict), which new workers would lose"
+    if reasons := obstacles(facts):
+        return reasons[:1].lower() + reasons[1:].rstrip(".")
+    if facts.is_iterable:
+        most = "" if facts.shards is None else f", to at most {most_workers(facts)}"
+        return (
+            f"its dataset is iterable ({printable(facts.dataset)}), so a change during training could repeat or lose "
+            f"samples. Set num_workers yourself{most}"
+        )
+    if not facts.in_order:
+        return "its batches come in the order in which workers finish them (in_order is False)"
+    if facts.own_iterator:
+        return f"{kind} has its own _get_iterator"
+    if facts.not_copyable is not None:
+        return (
+            f"worker processes cannot copy its dataset ({_code(facts.not_copyable)}). Create that in the worker, or "
+            "set num_workers yourself"
+        )
+    return None
+
+
+def why_not_switched(began: LoaderFacts, now: LoaderFacts) -> str | None:
+    """Return why the settings cannot change in a run that started with one loader and now has the other."""
+    if (why := why_not_searched(began)) is not None:
+        return why
+    if began.within:
+        return f"it is inside a {printable(began.within)}, which is not a torch DataLoader"
+    opened = [name for name in now.open_files if name not in began.open_files]
+    if opened and now.is_forked:
+        verb = "was" if len(opened) == 1 else "were"
+        return (
+            f"{named(tuple(opened))} {verb} opened in this process, and forked workers would share it. Start with "
+            "num_workers=1, so that only workers open it"
+        )
+    return CHANGES if now.contents != began.contents else None
+
+
+def named(names: tuple[str, ...]) -> str:
+    """Return what a dataset holds as text: ```Photos.file`` and ``Photos.index```."""
+    shown = [_code(name) for name in names[:_MAX_NAMED]]
+    if len(names) > _MAX_NAMED:
+        shown.append(plural(len(names) - _MAX_NAMED, "other"))
+    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+
+
+def _code(name: str) -> str:
+    return f"`{printable(name)}`"
+
+
+# --- why training ended, if workers or the dataset are the reason ---------------------------------------------------
+
+
+class Failure(NamedTuple):
+    """The reason why training ended."""
+
+    what: str  # a sentence without capital letter and period
+    next_step: str
+
+    def __str__(self) -> str:
+        return f"{self.what[0].upper()}{self.what[1:]}. {self.next_step}"
+
+
+# The note that a worker adds to an error of the dataset; see training.compat.
+_INDEX = re.compile(r"At index (.{1,100}) of the dataset\.")
+_IN_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process (\d+)\.")
+_NO_SPACE = re.compile(r"unable to (?:allocate|open|write) (?:to )?shared memory|No space left on device")
+
+_MEMORY = (
+    "Use fewer workers (num_workers), a smaller prefetch_factor, or smaller samples. Keep file names in arrays: each "
+    "worker copies the Python objects that it reads."
+)
+SHARED_MEMORY = (
+    "Start the container with --ipc=host or --shm-size=8g, use fewer workers (num_workers), or a smaller "
+    "prefetch_factor."
+)
+# torch's own handler of this signal, in workers, replaces that of PYTHONFAULTHANDLER=1.
+_CRASH = (
+    "Check its last output on the terminal for the library. faulthandler.enable() in worker_init_fn prints its stack. "
+    "Or set num_workers=0 and PYTHONFAULTHANDLER=1: the training process then crashes and prints its own."
+)
+
+
+def without_index(text: str) -> str:
+    """Return the text of an error without the note of a worker."""
+    return _INDEX.sub("", text)
+
+
+def how_it_ended(exitcode: int, oom_kills: int = 0, shm_bytes: int | None = None) -> Failure:
+    """Return why a worker process exited, as the end of a sentence; ``oom_kills`` is the kernel's count then."""
+    if exitcode >= 0:
+        return Failure(f"exited with exit code {exitcode}", "Search the dataset for os._exit and sys.exit.")
+    number = -exitcode
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    if name == "SIGKILL":
+        if oom_kills:
+            return Failure("was killed by the kernel, because memory ran out", _MEMORY)
+        return Failure(
+            "was killed by SIGKILL, but not by the kernel for lack of memory",
+            "Find out who sent it: a scheduler with its own limit, or a person.",
+        )
+    if name == "SIGBUS":
+        size = "" if shm_bytes is None else f" (it has {format_bytes(shm_bytes)})"
+        return Failure(f"was killed by SIGBUS: most likely /dev/shm is full{size}", SHARED_MEMORY)
+    if name == "SIGTERM":
+        return Failure("was terminated by SIGTERM", "A scheduler, a launcher or a person sent it.")
+    return Failure(f"crashed ({name}) in native code", _CRASH)
+
+
+def failure_of_workers(exits: Sequence[tuple[int, int, int]], oom_kills: int, shm_bytes: int | None) -> Failure | None:
+    """Return the failure of training whose workers died; ``None`` if none did.
+
+    Of each of them, ``exits`` has the number in the loader, the PID, and the exit code.
+    """
+    if not exits:
+        return None
+    # A signal to one worker makes torch end the others.
+    number, pid, code = min(exits, key=lambda one: (one[2] >= 0, one[2] == -signal.SIGTERM, one[0]))
+    how = how_it_ended(code, oom_kills, shm_bytes)
+    return how._replace(what=f"worker {number} of the DataLoader (PID {pid}) {how.what}")
+
+
+def failure_of_dataset(text: str, index: str | None, shm_bytes: int | None) -> Failure | None:
+    """Return the dataset's failure from an error's text; ``index`` is the sample that the training process loaded."""
+    caught, noted = _IN_WORKER.search(text), _INDEX.search(text)
+    if caught is not None and _NO_SPACE.search(text):
+        size = "" if shm_bytes is None else f" of {format_bytes(shm_bytes)}"
+        full = f"could not write to /dev/shm{size}, because it is full"
+        return Failure(f"worker {caught[2]} of the DataLoader {full}", SHARED_MEMORY)
+    index = noted[1] if noted is not None else index
+    if caught is None and index is None:
+        return None
+    where = "" if index is None else f" at index {printable(index)}"
+    sample = (
+        "The error includes its traceback."
+        if index is None
+        else f"Load this sample alone: dataset[{printable(index)}]."
+    )
+    if caught is None:
+        return Failure(f"the dataset failed{where}", sample)
+    return Failure(f"the dataset raised {caught[1]}{where} in worker {caught[2]}", sample)
+
+
+def not_picklable(text: str) -> Failure:
+    """Return the failure of workers that could not start."""
+    return Failure(
+        f"the DataLoader's workers could not be started: {printable(text, 200)}",
+        "Define functions and classes of the dataset at module level, without lambdas, and open files in the worker. "
+        'Or set multiprocessing_context="fork".',
+    )
