@@ -267,6 +267,4 @@ def as_searched(finding: Finding, result: LoaderResult) -> Finding:
         f"{measured} To load faster, do less work per sample: cache repeated computations, or store decoded or smaller "
         "samples."
     )
-    bound = ceiling(finding.share)
-    lower = min(finding.ceiling_lower, bound)
-    return replace(finding, evidence=evidence, advice=advice, ceiling=bound, ceiling_lower=lower)
+    return replace(finding, evidence=evidence, advice=advice, ceiling=ceiling(finding.share))

@@ -116,13 +116,6 @@ def idle_in_step_share(run: RunMeasurements) -> float | None:
     return max(0.0, idle_share(run) - sum(idle_by_phase(run).values()))
 
 
-def idle_residual(run: RunMeasurements) -> float:
-    """Return how much the phases' idle times exceed the driver's idle time."""
-    if run.gpu_idle is None or run.utilization_percent is None:
-        return 0.0
-    return max(0.0, sum(idle_by_phase(run).values()) - idle_share(run))
-
-
 def without_warm_up(blocks: Sequence[StepBlock]) -> Sequence[StepBlock]:
     """Drop the first blocks, in which training was still getting faster."""
     times = [block.step_s for block in blocks]
@@ -224,8 +217,10 @@ def lost_time(
         evidence = {**evidence, "source_lines": top_source_lines(run.lines, *lines)}
     hint = top_line_sentence(run.lines, *lines) or (FIND_FUNCTION if has_function else "")
     bound = ceiling(share if avoidable is None else avoidable)
-    # If the GPU's times contradict the driver's utilization, the share may be too large by the difference.
-    surely = (share if lower is None else lower) - idle_residual(run)
+    surely = share if lower is None else lower
+    if run.gpu_idle is not None and run.utilization_percent is not None:
+        # If the GPU's times contradict the driver's utilization, the share may be too large by the difference.
+        surely -= max(0.0, sum(idle_by_phase(run).values()) - idle_share(run))
     return Finding(
         cause="",
         share=share,

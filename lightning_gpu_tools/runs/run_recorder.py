@@ -298,7 +298,6 @@ class RunRecorder:
             memory=self.own_memory(),
             growth=tuple(self.history.alarms),
             watched=clock.watched_steps(),
-            replays_per_step=clock.replays / max(1, clock.steps),
             dataset_growth=[*self._dataset.grown, *self._timer.worker_lines.grown(self.loaders.workers.pids)],
             recompiled=read("the compilations of torch.compile", self.compilations.facts, None),
             lines=self._source_lines(),

@@ -369,7 +369,6 @@ class RunMeasurements:
     memory: RankMemory | None = None
     growth: Sequence[MemoryGrowth] = ()
     watched: WatchedSteps | None = None
-    replays_per_step: float = 0.0  # of CUDA graphs
     recompiled: tuple[Recompiled, ...] | None = None  # most time first; None without torch.compile
     lines: tuple[SourceLine, ...] = ()  # most frequent first
     ranks: tuple[RankStep, ...] = ()  # empty with one rank

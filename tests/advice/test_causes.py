@@ -66,7 +66,6 @@ def first(run: RunMeasurements) -> Finding:
     [
         ({}, "torch.compile(model", "already"),
         ({"recompiled": ()}, "mode='reduce-overhead' (CUDA graphs) in your torch", "(model"),
-        ({"replays_per_step": 2.0}, "outside of the 2 per step", "torch.compile"),
     ],
 )
 def test_a_change_that_is_made_already_is_not_advised(options: dict[str, Any], advised: str, not_advised: str) -> None:

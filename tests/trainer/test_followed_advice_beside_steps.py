@@ -197,7 +197,7 @@ def test_a_test_that_logs_as_advised_writes_once(tmp_path: Path, hand_clock: Han
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-@pytest.mark.follows("Profile the {} step: Trainer(profiler='pytorch', {}).")
+@pytest.mark.follows("Profile the {} step: Trainer(profiler='pytorch', fast_dev_run=50).")
 def test_some_steps_of_each_stage_are_profiled_as_advised(
     tmp_path: Path, stage: str, caplog: pytest.LogCaptureFixture
 ) -> None:

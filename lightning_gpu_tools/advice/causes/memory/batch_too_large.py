@@ -81,11 +81,7 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
             levers(run, oom),
             more_room(oom),
         ],
-        {
-            "batch_size": size,
-            "batch_bytes": taken,
-            "largest_batch_size": fits,
-        },
+        {"batch_size": size, "batch_bytes": taken, "largest_batch_size": fits},
     )
 
 

@@ -14,9 +14,6 @@ from lightning_gpu_tools.advice.lost_time import lost_in, name_of, phases_of, ti
 from lightning_gpu_tools.training.phases import CALLBACK
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
-# The methods that a Trainer calls in every step.
-_IN_EVERY_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
-
 
 def _advice(run: RunMeasurements, phase: str) -> str:
     (name, method), times = name_of(phase), times_rarer(run, phase)
@@ -27,15 +24,10 @@ def _advice(run: RunMeasurements, phase: str) -> str:
             f'Step it less often ("interval": "epoch", or "frequency": {times}, in the scheduler\'s configuration), or '
             "make it faster."
         )
-    if method in _IN_EVERY_STEP:
-        return f"Make {name} faster: it runs in every step."
     if "epoch" in method:
         return f"Make {name} faster: Lightning calls it in every epoch. Do less in it, or make epochs longer."
     if method:
-        return (
-            f"Make {name} faster: Lightning calls it in every step. Or return early from it, except in every "
-            f"{times}th step."
-        )
+        return f"Make {name} faster: Lightning calls it in every step."
     return f"Make {name} faster, or do its work only in every {times}th step."
 
 
@@ -50,8 +42,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 CAUSE = Cause(
     says="The callback ... takes ..., `LitModel.on_train_batch_start` takes ..., `StepLR.step` takes ...",
-    change="run it less often, by the factor in the advice; make a hook that runs in every step faster, or return "
-    "early from it in most steps",
+    change="run it less often, by the factor in the advice; make a hook that runs in every step faster",
     find=find,
     verified_on="hardware",
     sick=cpu_run({"callback/A": 20, **STEP}),

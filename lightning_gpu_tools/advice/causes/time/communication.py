@@ -47,15 +47,12 @@ def why_not(run: RunMeasurements, finding: Finding) -> str:
 
 def _sending(run: RunMeasurements, wait_s: float) -> Finding:
     if run.has_trainer:
-        seldom, ddp = "Trainer(accumulate_grad_batches=4)", "DDPStrategy"
+        seldom = "Trainer(accumulate_grad_batches=4)"
         half = "DDPStrategy(ddp_comm_hook=...bf16_compress_hook)"
     else:
-        seldom, ddp = "no_sync() in 3 of 4 batches", "DistributedDataParallel"
+        seldom = "no_sync() in 3 of 4 batches"
         half = "register_comm_hook(None, bf16_compress_hook)"
-    advice = (
-        f"Average gradients less often ({seldom}) or send half the bytes ({half}). Also set "
-        f"{ddp}(gradient_as_bucket_view=True)."
-    )
+    advice = f"Average gradients less often ({seldom}) or send half the bytes ({half})."
     if run.stage != "fit":
         advice = "Pass on_step=False to self.log, so that ranks exchange metrics once, at the end."
     return _waiting(run, wait_s, f"The GPU waits for other GPUs. {advice}")

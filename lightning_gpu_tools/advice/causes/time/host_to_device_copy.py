@@ -32,9 +32,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         begins=_BEGINS,
         advice=_advice(run),
         phase=COPY,
-        evidence={
-            "batch_bytes": run.batch_bytes or None,
-        },
+        evidence={"batch_bytes": run.batch_bytes or None},
         lines=[COPY],
     )
 
@@ -44,19 +42,12 @@ def _advice(run: RunMeasurements) -> str:
         by_itself, by_hand = (
             ("Lightning", "transfer_batch_to_device") if run.has_trainer else ("Fabric", "batch.to(device)")
         )
-        advice = (
+        return (
             "Set DataLoader(pin_memory=True) (now False): the GPU copies page-locked memory in the background. "
             f"{by_itself} passes non_blocking=True; your own {by_hand} must do so as well."
         )
-    else:
-        hook = " in on_after_batch_transfer" if run.has_trainer else ""
-        advice = f"Copy less: send images as uint8 and convert them on the GPU{hook}."
-    if len(run.ranks) > 1 and run.has_trainer:
-        advice += (
-            " With several ranks, no copy overlaps the previous step, because Lightning synchronizes before each copy "
-            "(Lightning issue 21487)."
-        )
-    return advice
+    hook = " in on_after_batch_transfer" if run.has_trainer else ""
+    return f"Copy less: send images as uint8 and convert them on the GPU{hook}."
 
 
 CAUSE = Cause(

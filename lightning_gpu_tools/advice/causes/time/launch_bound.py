@@ -20,9 +20,7 @@ from lightning_gpu_tools.advice.lost_time import (
 )
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
 
-# Our defaults.
-_MIN_SHARE = 0.15  # even a well-fed GPU has some gaps
-_MIN_REPLAYS = 0.5  # of CUDA graphs per step; fewer are not part of the steps
+_MIN_SHARE = 0.15  # our default: even a well-fed GPU has some gaps
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
@@ -32,18 +30,14 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     share = (idle_in_step_share(run) or 0.0) if tiny else idle_in_step(run)[1]
     if share < _MIN_SHARE:
         return
-    evidence = {
-        "operations_per_step": None if run.watched is None else run.watched.operations,
-    }
+    evidence = {"operations_per_step": None if run.watched is None else run.watched.operations}
     larger, caveat = larger_batch(run), caveat_of_larger_batch(run)
     if tiny:
         larger = larger or "a larger batch_size"
         advice = f"The model is too small for this GPU. Set {larger}, or train on the CPU.{caveat}"
     else:
         fewer = "torch.compile(model, mode='reduce-overhead') (CUDA graphs)"
-        if run.replays_per_step >= _MIN_REPLAYS:
-            fewer = f"CUDA graphs for the code outside of the {run.replays_per_step:.0f} per step"
-        elif run.recompiled is not None:
+        if run.recompiled is not None:
             fewer = "mode='reduce-overhead' (CUDA graphs) in your torch.compile call"
         fused = ", a fused optimizer (AdamW(..., fused=True))" if run.stage == "fit" else ""
         or_larger = f", or {larger}.{caveat}" if larger else "."

@@ -60,10 +60,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         share = min(share * exposed_share(run, phase), idle_share(run))
     kind, what = _what_changed(run)
     percent = 100 * added_s[phase] / (whole_s or 1.0)
-    evidence: Evidence = {
-        "kind": kind,
-        "times": times,
-    }
+    evidence: Evidence = {"kind": kind, "times": times}
     where = f'{percent:.0f}% of it in "{label_of(phase, run.activity)}"{what and f", {what}"}'
     yield lost_time(
         run,

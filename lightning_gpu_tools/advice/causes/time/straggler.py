@@ -16,7 +16,7 @@ from lightning_gpu_tools.advice.lost_time import PARTS_OF_STEP, lost_time, own_w
 from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, PHASES, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
-from lightning_gpu_tools.units import format_duration, number_ranges, printable
+from lightning_gpu_tools.units import format_duration, printable
 
 _MIN_EXCESS = 0.10  # of the step, beyond the median rank: TraceML's rule
 _SIGMA_PER_MAD = 1.4826  # standard deviation per median absolute deviation, of normal noise (Hampel's identifier)
@@ -60,7 +60,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     is_waited_for = own_wait_s is None or not waits or median(waits) - own_wait_s >= _MIN_WAITED * excess_s
     if share < _MIN_EXCESS or not is_waited_for:
         return
-    who, others = f"rank {slow.rank}", {ranks[place].rank for place in behind} - {slow.rank}
+    who = f"rank {slow.rank}"
     evidence: Evidence = {
         "who": who,
         "rank": slow.rank,
@@ -84,7 +84,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     sentences = (
         f"All ranks wait for {who} (node {slow.node}{gpu}), which takes "
         f"{format_duration(excess_s)} per step longer than the median of {len(ranks):,} ranks.",
-        f"Also slow: rank{'s' * (len(others) > 1)} {number_ranges(others)}." if others else "",
         loss,
         line,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.examples import STEP, gpu_run
-from lightning_gpu_tools.advice.findings import Basis, Cause, Finding
+from lightning_gpu_tools.advice.findings import Cause, Finding
 from lightning_gpu_tools.advice.lost_time import lost_time
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -19,25 +19,16 @@ _MIN_PERCENT = 5.0  # our default: of the time
 def find(run: RunMeasurements) -> Iterator[Finding]:
     gpu = run.gpu
     hot_percent = gpu.thermal_throttled_percent if gpu is not None else None
-    if gpu is None or hot_percent is None or hot_percent <= _MIN_PERCENT:
+    clock_percent = gpu.held_clock_percent if gpu is not None else None
+    if hot_percent is None or clock_percent is None or hot_percent <= _MIN_PERCENT:
         return
-    # If the clock is unknown, count the most that throttling may have cost.
-    clock_percent = gpu.held_clock_percent
-    slowed = (run.utilization_percent or 0.0) / 100 * (1 - (clock_percent or 0.0) / 100)
+    share = hot_percent / 100 * (run.utilization_percent or 0.0) / 100 * (1 - clock_percent / 100)
     advice = (
         f"Heat throttled the clocks for {hot_percent:.0f}% of the time. Check the air flow, the fans and the "
         "neighboring GPU. A lower power limit (nvidia-smi -pl) steadies the clocks."
     )
     evidence = {"thermal_throttled_percent": hot_percent, "held_clock_percent": clock_percent}
-    basis: Basis = "heuristic" if clock_percent is None else "measured"
-    yield lost_time(
-        run,
-        hot_percent / 100 * slowed,
-        begins="Thermal throttling costs",
-        advice=advice,
-        evidence=evidence,
-        basis=basis,
-    )
+    yield lost_time(run, share, begins="Thermal throttling costs", advice=advice, evidence=evidence)
 
 
 CAUSE = Cause(

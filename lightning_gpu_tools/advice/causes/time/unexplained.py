@@ -16,12 +16,6 @@ from lightning_gpu_tools.units import format_duration
 
 # Lightning 2.6 takes 0.2 to 0.5 ms of its own around a step, and more with few cores. No setting changes it.
 _USUAL_TRAINER_S = 0.001
-_FEW_STEPS = {
-    "fit": "max_steps",
-    "validate": "limit_val_batches",
-    "test": "limit_test_batches",
-    "predict": "limit_predict_batches",
-}
 _NAME_IT = "If it is validation, put it in `with run.phase('validation'):`."
 _LINES = {
     TRAINER: "The Trainer's own work takes",
@@ -70,11 +64,9 @@ def why_not(run: RunMeasurements, finding: Finding) -> str:
 
 def explain_rest(run: RunMeasurements, idle: float) -> Finding:
     """Return the finding that the GPU is idle inside the training step for this share of the wall time."""
+    advice = "Profile some steps with torch.profiler."
     if run.has_trainer:
-        some = f"{_FEW_STEPS[run.stage]}=50"
-        advice = f"Profile the {run.activity} step: Trainer(profiler='pytorch', {some})."
-    else:
-        advice = "Profile some steps with torch.profiler."
+        advice = f"Profile the {run.activity} step: Trainer(profiler='pytorch', fast_dev_run=50)."
     return lost_time(
         run,
         idle,

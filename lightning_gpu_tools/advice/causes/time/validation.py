@@ -31,11 +31,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if taken <= 0:
         return
     started, waited = (min(1.0, part_s / seconds) for part_s in (run.validation_start_s, run.validation_wait_s))
-    evidence: Evidence = {
-        "seconds": seconds,
-        "wall_percent": 100 * taken,
-        "gpu_busy_percent": busy,
-    }
+    evidence: Evidence = {"seconds": seconds, "wall_percent": 100 * taken, "gpu_busy_percent": busy}
     loaders = run.validation_loaders
     restarted = [
         settings.num_workers for settings in loaders if settings.num_workers and not settings.persistent_workers
