@@ -16,10 +16,6 @@ _BY_INFO = "torch.utils.data.get_worker_info(): files[info.id::info.num_workers]
 _SPLIT = f"Split what `__iter__` reads by {_BY_INFO}"
 _SPLIT_WEBDATASET = "Add webdataset.split_by_worker to its pipeline, after the list of shards."
 OPEN_IN_WORKER = "Open it in the worker, when it loads its first sample. Load no sample before the workers start."
-CHANGES = (
-    "its dataset changes while it is used (a cache, or its own random generator), and the copies in the workers would "
-    "change separately"
-)
 
 
 def obstacles(facts: LoaderFacts | None) -> str:
@@ -49,10 +45,7 @@ def _obstacles(facts: LoaderFacts) -> Iterator[tuple[str, str]]:
     if facts.open_files:
         verb = "is" if len(facts.open_files) == 1 else "are"
         consequence = "forked workers would share it" if facts.is_forked else "workers cannot have it"
-        yield (
-            f"{named(facts.open_files)} {verb} open, and {consequence}",
-            OPEN_IN_WORKER,
-        )
+        yield f"{named(facts.open_files)} {verb} open, and {consequence}", OPEN_IN_WORKER
     if facts.not_picklable is not None:
         yield (
             f"workers cannot import {_code(facts.not_picklable)}, which is defined inside a function",
@@ -112,7 +105,12 @@ def why_not_switched(began: LoaderFacts, now: LoaderFacts) -> str | None:
             f"{named(tuple(opened))} {verb} opened in this process, and forked workers would share it. Start with "
             "num_workers=1, so that only workers open it"
         )
-    return CHANGES if now.contents != began.contents else None
+    if now.contents == began.contents:
+        return None
+    return (
+        "its dataset changes while it is used (a cache, or its own random generator), and the copies in the workers "
+        "would change separately"
+    )
 
 
 def named(names: tuple[str, ...]) -> str:

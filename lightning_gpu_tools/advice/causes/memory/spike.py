@@ -91,10 +91,7 @@ def _usual_step_bytes(oom: OutOfMemory) -> int:
 
 CAUSE = Cause(
     rows=[
-        Variant(
-            "This batch has ... times as many elements as usual",
-            "limit the elements per batch",
-        ),
+        Variant("This batch has ... times as many elements as usual", "limit the elements per batch"),
         Variant(
             "This step takes ... times as much as earlier steps, with a batch of the same size",
             "find what only this step does, at the line that asked for more",
