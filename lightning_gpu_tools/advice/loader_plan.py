@@ -200,19 +200,17 @@ BY_THE_FINDER = "NumWorkersFinder() finds and applies them."
 
 
 def combined(trials: Iterable[LoaderTrial]) -> list[LoaderTrial]:
-    """Return the fastest trial of each set of settings that did not fail: other programs can only slow one down.
-
-    Settings that differ only in ``persistent_workers`` and ``pin_memory`` count as the same.
-    """
+    """Return the fastest trial of each set of settings that did not fail: other programs can only slow one down."""
     fastest: dict[LoaderSettings, LoaderTrial] = {}
     for trial in trials:
         if trial.batch_s is not None and trial.failed is None:
-            before = fastest.setdefault(_key(trial.settings), trial)
-            fastest[_key(trial.settings)] = min(before, trial, key=lambda trial: trial.batch_s or math.inf)
+            before = fastest.setdefault(as_tried(trial.settings), trial)
+            fastest[as_tried(trial.settings)] = min(before, trial, key=lambda trial: trial.batch_s or math.inf)
     return [*fastest.values()]
 
 
-def _key(settings: LoaderSettings) -> LoaderSettings:
+def as_tried(settings: LoaderSettings) -> LoaderSettings:
+    """Return settings without ``persistent_workers`` and ``pin_memory``, which trials leave out."""
     return replace(settings, persistent_workers=False, pin_memory=False)
 
 
@@ -220,7 +218,7 @@ def trial_of(trials: Iterable[LoaderTrial], settings: LoaderSettings | None) -> 
     """Return the fastest trial of these settings; ``None`` if they were not tried or failed."""
     if settings is None:
         return None
-    return next((trial for trial in combined(trials) if _key(trial.settings) == _key(settings)), None)
+    return next((trial for trial in combined(trials) if as_tried(trial.settings) == as_tried(settings)), None)
 
 
 def settings_line(now: LoaderSettings, wanted: LoaderSettings) -> str:

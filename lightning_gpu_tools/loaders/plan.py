@@ -14,6 +14,7 @@ from lightning_gpu_tools.advice.loader_plan import (
     TOLERANCE,
     LoadCost,
     LoaderPlan,
+    as_tried,
     combined,
     most_workers_in_shm,
     plan_loader,
@@ -146,9 +147,9 @@ def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSetting
     wanted = [_with_workers(case, workers) for workers in counts]
     if case.original.num_workers:
         wanted.insert(0, case.original)
-    tried = Counter(_key(trial.settings) for trial in trials)
+    tried = Counter(as_tried(trial.settings) for trial in trials)
     if why_unsure(case, trials) is not None:
-        again = case.original.num_workers and tried[_key(case.original)] < _TRIALS_OF_CLOSE
+        again = case.original.num_workers and tried[as_tried(case.original)] < _TRIALS_OF_CLOSE
         return case.original if again else None
     best = min(combined(trials), key=_seconds)
     workers = best.settings.num_workers
@@ -158,7 +159,7 @@ def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSetting
         if workers <= most_workers_in_shm(case.cost, case.host, _DEEP_PREFETCH) and not case.step.threads:
             wanted.append(replace(best.settings, prefetch_factor=_DEEP_PREFETCH))
     for settings in wanted:
-        if _key(settings) not in tried:
+        if as_tried(settings) not in tried:
             return settings
     known = [trial for trial in combined(trials) if trial.measured]
     if not known:
@@ -172,8 +173,8 @@ def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSetting
         if _seconds(trial) == best_s
         or (_seconds(trial) <= _CLOSE * best_s and fewest <= trial.settings.num_workers <= most)
     ]
-    rivals = [settings for settings in rivals if tried[_key(settings)] < _TRIALS_OF_CLOSE and len(rivals) > 1]
-    return min(rivals, key=lambda settings: tried[_key(settings)], default=None)
+    rivals = [settings for settings in rivals if tried[as_tried(settings)] < _TRIALS_OF_CLOSE and len(rivals) > 1]
+    return min(rivals, key=lambda settings: tried[as_tried(settings)], default=None)
 
 
 def _preferred(case: LoaderCase, known: Sequence[LoaderTrial]) -> LoaderTrial:
@@ -232,10 +233,6 @@ def _with_workers(case: LoaderCase, count: int) -> LoaderSettings:
         prefetch_factor=case.plan.settings.prefetch_factor or case.original.prefetch_factor or 2,
         persistent_workers=False,
     )
-
-
-def _key(settings: LoaderSettings) -> tuple[int, int | None]:
-    return settings.num_workers, settings.prefetch_factor
 
 
 def _seconds(trial: LoaderTrial) -> float:

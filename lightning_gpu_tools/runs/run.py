@@ -41,7 +41,10 @@ class Run(Training, Protocol):
 
     @property
     def loader(self) -> DataLoader[Any] | None:
-        """The slowest training loader if it is a ``torch.utils.data.DataLoader``."""
+        """The loader that training waits for most, as far as known, if it is torch's."""
+        loaders = self.loaders
+        loader = loaders[min(self.slowest, len(loaders) - 1)].loader if loaders else None
+        return loader if isinstance(loader, DataLoader) else None
 
     @property
     def iterator(self) -> object | None:
@@ -66,13 +69,6 @@ class Run(Training, Protocol):
     @property
     def settings(self) -> Mapping[str, Any]:
         """More settings for the report: at least ``model``, the name of the model."""
-
-
-def slowest_loader(run: Run) -> DataLoader[Any] | None:
-    """Return the loader that a run waits for most, as far as known, if it is torch's."""
-    loaders = run.loaders
-    loader = loaders[min(run.slowest, len(loaders) - 1)].loader if loaders else None
-    return loader if isinstance(loader, DataLoader) else None
 
 
 class Timer:

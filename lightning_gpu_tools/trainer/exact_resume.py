@@ -19,7 +19,7 @@ from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.loaders.resumable import Positions, inexact, is_resumable, mixed, seed_all
 from lightning_gpu_tools.patches import Patches, after, before
-from lightning_gpu_tools.trainer import compat, epoch_metrics
+from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import GuardedCallback, LightningModule, Trainer, base_of, lookup, overrides
 from lightning_gpu_tools.trainer.preemption import Preemption
 from lightning_gpu_tools.training.compat import default_store, own_store
@@ -108,7 +108,7 @@ class ExactResume(GuardedCallback):
         for sentence in self._inexact(is_within_epoch):
             rank_zero_warn(f"ExactResume: {sentence}")
         if is_within_epoch:
-            epoch_metrics.restore(trainer, restored["metrics"])
+            compat.restore_metrics(trainer, restored["metrics"])
 
     def _inexact(self, is_within_epoch: bool) -> Iterator[str]:
         """Yield what will not be exact in this run, before its first step."""
@@ -253,7 +253,7 @@ class ExactResume(GuardedCallback):
             "is_last_batch": trainer.is_last_batch,
             "epoch_is_open": progress.processed < progress.started,
             "trains": torch.tensor([parameter.requires_grad for parameter in trainer.lightning_module.parameters()]),
-            "metrics": epoch_metrics.collected(trainer),
+            "metrics": compat.metrics_so_far(trainer),
         }
         ranks: list[Any] = [mine]
         if trainer.world_size > 1:

@@ -22,11 +22,11 @@ from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.held import Inside, loaders_in
 from lightning_gpu_tools.loaders.settings import forks_workers, settings_of
 from lightning_gpu_tools.reports.report import FOLDER_NAME
-from lightning_gpu_tools.runs.run import Run, slowest_loader
+from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer, base_of, version_of
 from lightning_gpu_tools.training.rank_exchange import RankPlace
-from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoaderSettings, Stage
+from lightning_gpu_tools.training.run_measurements import Stage
 
 
 def trains_on_gpu(trainer: Any) -> bool:
@@ -94,11 +94,6 @@ class TrainerRun(Run):
         if given is not self._loaders[0]:  # created, or created again
             self._loaders = given, loaders_in(given)
         return self._loaders[1]
-
-    @property
-    @override
-    def loader(self) -> DataLoader[Any] | None:
-        return slowest_loader(self)
 
     @property
     @override
@@ -204,30 +199,25 @@ _MAX_LOADERS = 8  # our default, for the same steps
 MOVE_BATCH = "move_data_to_device"
 
 
-class LoopRun:
+class LoopRun(Run):
     """The ``Run`` of the user's own loop; create it when the first batch is requested."""
 
     has_trainer = False
-    stage: Stage = "fit"
     log_every_n_steps = 50  # Lightning's own default
     checkpoint_folder: str | None = None
     module: torch.nn.Module | None = None  # a loop has no reference to its model
     loggers: Sequence[Any] = ()
     precision: str | None = None
+    optimizers: Sequence[torch.optim.Optimizer] = ()  # those that have made a step
+    optimizer_steps = logged_step = 0
+    loaders: Sequence[Inside] = ()
 
     def __init__(self) -> None:
         self.place = self._find_place()
         self.gpus, self._device = self._find_devices()
         self.gpu = self._device if self.gpus else None
         self._iterators: dict[int, Callable[[], object | None]] = {}  # by place of their loaders
-        self.optimizers: list[torch.optim.Optimizer] = []  # those that have made a step
-        self.optimizer_steps = self.logged_step = 0
-        self.slowest = 0
-        self.loaders: list[Inside] = []
         self._given: object = None
-        self.validation_loaders: tuple[LoaderSettings, ...] = ()
-        self.validation_facts: tuple[LoaderFacts, ...] = ()
-        self.forks_for_validation = True
 
     def _find_place(self) -> RankPlace:
         """Read the process group. Without one, this process is a run of its own, whatever rank a launcher gave it."""
@@ -273,11 +263,11 @@ class LoopRun:
         given = getattr(loader, _GIVEN_LOADER, loader)
         if not also:
             self._given = None if hasattr(type(given), "__next__") else given  # an iterator would keep workers alive
-            self.loaders, self._iterators = [], {}
+            self.loaders, self._iterators = (), {}
         known = {id(one.loader) for one in self.loaders}
         for one in loaders_in(given):
             if id(one.loader) not in known and len(self.loaders) < _MAX_LOADERS:
-                self.loaders.append(one)
+                self.loaders = [*self.loaders, one]
         if len(self.loaders) > 1:
             self.loaders = [one._replace(name=one.name or f"number {i}") for i, one in enumerate(self.loaders, 1)]
 
@@ -299,12 +289,7 @@ class LoopRun:
 
     def forget(self) -> None:
         """Drop all references to the loop."""
-        self._given, self.loaders, self.optimizers, self._iterators = None, [], [], {}
-
-    @property
-    def loader(self) -> DataLoader[Any] | None:
-        """The slowest loader in use, if it is a ``torch.utils.data.DataLoader``."""
-        return slowest_loader(self)
+        self._given, self.loaders, self.optimizers, self._iterators = None, (), (), {}
 
     @property
     def is_plain_ddp(self) -> bool:

@@ -327,7 +327,7 @@ class LoopTimer(Timer):
             return
         self._note_training()
         if optimizer not in self._run.optimizers:
-            self._run.optimizers.append(optimizer)
+            self._run.optimizers = [*self._run.optimizers, optimizer]
         self._go_on(self._optimizer)
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
