@@ -44,8 +44,7 @@ class GpuWatch:
     """A thread that samples GPUs and MIG instances until it is closed, and aggregates the samples.
 
     ``gpus`` are those to log and report, and the model is ``trained_on`` some of these or others. ``job_pids`` returns
-    the PIDs of this job's processes on the node, in their own namespace. ``gpm`` is whether to use the GPU performance
-    monitors.
+    the PIDs of this job's processes on the node, in their own namespace.
 
     The constructor raises ``NvmlUnavailableError`` without a usable NVIDIA driver. If reading a GPU fails later, or the
     driver does not answer for it, its windows report that as a problem, and the other GPUs are still sampled. In a
@@ -59,13 +58,11 @@ class GpuWatch:
         *,
         trained_on: Iterable[GpuReading],
         interval_s: float,
-        gpm: bool,
         node: int,
     ) -> None:
         self._gpus = {gpu.uuid: gpu for gpu in gpus if gpu.uuid is not None}
         self._trained_on = frozenset(not_none(gpu.uuid for gpu in trained_on))
         self._interval_s = min(interval_s, _MAX_INTERVAL_S)
-        self._gpm = gpm
         self._node = node
         self._started_s = time.time()
         self._energy_joules: dict[str, float] = {}
@@ -291,7 +288,7 @@ class GpuWatch:
             if uuid not in self._probes:
                 from lightning_gpu_tools.gpus.nvml.probe import GpuProbe  # only now: it imports pynvml
 
-                self._probes[uuid] = GpuProbe(uuid, gpm=self._gpm)
+                self._probes[uuid] = GpuProbe(uuid)
             sample = self._probes[uuid].read()
             with self._changed:
                 self._add(sample)

@@ -54,7 +54,6 @@ def open_gpus(
     *,
     devices: Literal["trainer", "all"],
     interval_s: float,
-    gpm: bool,
 ) -> tuple[GpuWatch | None, str | None]:
     """Start to sample the GPUs of this node, and return the sampler and a note on GPUs that are not measured."""
     gpus = trained_on = gpu_readings(run.gpus)
@@ -70,7 +69,7 @@ def open_gpus(
         if not gpus and not trained_on:
             return None, note
         node = run.place.node
-        return GpuWatch(gpus, job_pids, trained_on=trained_on, interval_s=interval_s, gpm=gpm, node=node), note
+        return GpuWatch(gpus, job_pids, trained_on=trained_on, interval_s=interval_s, node=node), note
     except NvmlUnavailableError as error:
         return None, f"No GPU was measured. {error}"
 

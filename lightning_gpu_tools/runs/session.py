@@ -61,7 +61,7 @@ class Session:
         self.loader_result: LoaderResult | None = None
         self._process = os.getpid()
         self._is_monitored = False
-        self._sampling: dict[str, Any] = {"devices": "trainer", "interval_s": 1.0, "gpm": True}
+        self._sampling: dict[str, Any] = {"devices": "trainer", "interval_s": 1.0}
         self.threads: list[BackgroundJobs] = [self.background]  # all but the GPUs' sampler
         self.last_step = -1  # of the clock: the last sampled step
         self._logs: int | None = None
@@ -102,7 +102,6 @@ class Session:
         *,
         devices: Literal["trainer", "all"],
         interval_s: float,
-        gpm: bool,
         stall_after_s: StallAfter,
         folder: str | None,
     ) -> None:
@@ -111,7 +110,7 @@ class Session:
         ``folder`` is that of the report, if there will be one.
         """
         self._is_monitored = True
-        self._sampling = {"devices": devices, "interval_s": interval_s, "gpm": gpm}
+        self._sampling = {"devices": devices, "interval_s": interval_s}
         if stall_after_s is not None and self.stall_watch is None:
             board = Board(f"{self._name}/stalls", self.run.place, self._own_store)
             self.stall_watch = StallWatch(

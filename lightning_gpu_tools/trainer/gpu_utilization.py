@@ -82,7 +82,6 @@ class GPUUtilizationMonitor(GuardedCallback):
         devices: ``"trainer"`` = the GPUs that the Trainer uses; ``"all"`` = every GPU of the node, even when training
             on the CPU.
         report: Whether to print and write the report.
-        gpm: Whether to use the GPU performance monitors of Hopper and later, which are shared with Nsight and DCGM.
         stall_after_s: Seconds without progress (a step, a batch, a hook, bytes of a checkpoint) after which to warn
             (:class:`~lightning_gpu_tools.errors.StalledTrainingWarning`) with the phase, the stack, and the rank that
             all others wait for; ``None`` = never. ``"auto"`` is the larger of 60 s and 5 times the longest time without
@@ -109,7 +108,6 @@ class GPUUtilizationMonitor(GuardedCallback):
         interval_s: float = 1.0,
         devices: Literal["trainer", "all"] = "trainer",
         report: bool = True,
-        gpm: bool = True,
         stall_after_s: float | Literal["auto"] | None = "auto",
     ) -> None:
         check_seconds(interval_s, "interval_s")
@@ -119,7 +117,6 @@ class GPUUtilizationMonitor(GuardedCallback):
         self.interval_s = interval_s
         self.devices = devices
         self.report = report
-        self.gpm = gpm
         self.stall_after_s = stall_after_s
         self._folder = ""
 
@@ -149,7 +146,6 @@ class GPUUtilizationMonitor(GuardedCallback):
         session.monitor(
             devices=self.devices,
             interval_s=self.interval_s,
-            gpm=self.gpm,
             stall_after_s=self.stall_after_s,
             folder=self._folder if self.report else None,
         )

@@ -194,9 +194,7 @@ class _Training:
         assert isinstance(session.timer, LoopTimer)
         self.session, self.timer = session, session.timer
         self._folder = run.folder_in(folder)
-        session.monitor(
-            devices="trainer", interval_s=interval_s, gpm=True, stall_after_s=stall_after_s, folder=self._folder
-        )
+        session.monitor(devices="trainer", interval_s=interval_s, stall_after_s=stall_after_s, folder=self._folder)
         self._advisor = Advisor(session, thresholds)
         self.running: RunningReport | None = None
         self._next_step = 0.0

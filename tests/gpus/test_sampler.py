@@ -40,7 +40,7 @@ def clock(driver, monkeypatch):
 def watching(driver, trained_on=None, **options):
     """Watch all GPUs, of which the first ``trained_on`` train the model (by default all)."""
     gpus = [GpuReading(index=index, uuid=card.uuid) for index, card in enumerate(driver.gpus)]
-    options = {"trained_on": gpus[:trained_on], "interval_s": 3600.0, "gpm": False, "node": 0, **options}
+    options = {"trained_on": gpus[:trained_on], "interval_s": 3600.0, "node": 0, **options}
     return contextlib.closing(GpuWatch(gpus, lambda: None, **options))
 
 
@@ -69,7 +69,7 @@ def test_a_window_holds_what_happened_between_two_calls(clock):
 
 def test_all_that_is_opened_is_closed(clock):
     clock.gpus = [gpu(gpm={2: 10}), gpu()]
-    with watching(clock, gpm=True) as reader:
+    with watching(clock) as reader:
         poll_and_take(reader)
         assert len(sampling_threads()) == 1
     reader.close()
@@ -169,7 +169,7 @@ from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
 gpus = nvml.read_gpus()
-uuid, options = gpus[0].uuid, {"trained_on": gpus, "gpm": False, "node": 0}
+uuid, options = gpus[0].uuid, {"trained_on": gpus, "node": 0}
 reader = GpuWatch(gpus, lambda: None, interval_s=0.001, **options)
 reader.whole(wait_s=30)
 for _ in range(20):  # sometimes while the thread holds its lock

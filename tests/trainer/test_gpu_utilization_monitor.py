@@ -221,13 +221,12 @@ def test_the_training_thread_never_calls_the_driver(driver: Driver, tmp_path: Pa
     with driver.change():
         driver.start_s = time.time()
     xids = [(second / 10, 31) for second in range(1, 3000)]
-    driver.gpus = [gpu(gpm={2: 50}, xid_events=xids, field_values={"198": "NO_PERMISSION"})]
-    monitor = GPUUtilizationMonitor(interval_s=0.02, devices="all", gpm=False)
+    driver.gpus = [gpu(xid_events=xids, field_values={"198": "NO_PERMISSION"})]
+    monitor = GPUUtilizationMonitor(interval_s=0.02, devices="all")
     with pytest.warns(UserWarning, match=r"GPU 0 reports an error: Xid 31 \(see NVIDIA's"):
         folder = train(tmp_path, monitor, model=Model(time.sleep, step_s=0.02), log_every_n_steps=10)
     calls = driver.calls()
     assert {call.thread for call in calls} == {"lightning-gpu-tools-driver"}
-    assert not [call for call in calls if "Gpm" in call.function]
     functions = [call.function for call in calls]
     assert functions.count("nvmlInitWithFlags") == functions.count("nvmlShutdown") > 0
     report = load_report(folder)

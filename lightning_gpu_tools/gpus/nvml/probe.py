@@ -124,13 +124,11 @@ class GpuProbe:
     For a MIG instance, only memory, processes, and GPM (also for utilization) are read: the rest covers the whole GPU.
     """
 
-    def __init__(self, uuid: str, *, gpm: bool = True) -> None:
+    def __init__(self, uuid: str) -> None:
         self.uuid = uuid
         self._is_mig = uuid.startswith("MIG-")
         self._handle: Any = None
         self._absent: set[str] = {"power", "temperature", "counters"} if self._is_mig else set()
-        if not gpm:
-            self._absent.add("GPM")
         self._failing: set[str] = set()  # failures already reported
         self._problems: list[str] = []
         self.refused: list[str] = []  # counters that the driver refuses, with the reason
