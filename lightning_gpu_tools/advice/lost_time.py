@@ -172,22 +172,17 @@ def few_active_sms(run: RunMeasurements) -> float | None:
     return percent if percent is not None and percent < _FEW_SMS_PERCENT and is_busy else None
 
 
-def caveat_of_larger_batch(run: RunMeasurements) -> str:
-    """Return what a larger batch changes, after a space; empty if nothing is trained."""
-    change = " With a larger batch, scale the learning rate and compare the validation metric."
-    return change if run.stage == "fit" else ""
-
-
 def larger_batch(run: RunMeasurements) -> str:
-    """Return the batch size to set; empty if twice the current size does not fit."""
+    """Return the batch size to set, as the end of a sentence, and what else that changes; empty if 2x does not fit."""
+    caveat = " With a larger batch, scale the learning rate and compare the validation metric." * (run.stage == "fit")
     batch_size = run.loader.batch_size if run.loader is not None else None
     fits = run.largest_batch_size
     if fits is None or not batch_size:
-        return "a larger batch_size"
+        return f"a larger batch_size.{caveat}"
     if fits < 2 * batch_size:
         return ""
     doubled = batch_size * 2 ** ((fits // batch_size).bit_length() - 1)
-    return f"batch_size={doubled} (now {batch_size}; up to {fits} fit, based on measured memory)"
+    return f"batch_size={doubled} (now {batch_size}; up to {fits} fit, based on measured memory).{caveat}"
 
 
 def lost_time(

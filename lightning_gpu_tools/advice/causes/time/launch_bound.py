@@ -10,14 +10,7 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
 from lightning_gpu_tools.advice.findings import Cause, Finding
-from lightning_gpu_tools.advice.lost_time import (
-    caveat_of_larger_batch,
-    idle_in_step,
-    idle_in_step_share,
-    is_tiny,
-    larger_batch,
-    lost_time,
-)
+from lightning_gpu_tools.advice.lost_time import idle_in_step, idle_in_step_share, is_tiny, larger_batch, lost_time
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
 
 _MIN_SHARE = 0.15  # our default: even a well-fed GPU has some gaps
@@ -31,16 +24,15 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if share < _MIN_SHARE:
         return
     evidence = {"operations_per_step": None if run.watched is None else run.watched.operations}
-    larger, caveat = larger_batch(run), caveat_of_larger_batch(run)
+    larger = larger_batch(run)
+    or_larger = f", or {larger}" if larger else "."
     if tiny:
-        larger = larger or "a larger batch_size"
-        advice = f"The model is too small for this GPU. Set {larger}, or train on the CPU.{caveat}"
+        advice = f"The model is too small for this GPU. Use the CPU{or_larger}"
     else:
         fewer = "torch.compile(model, mode='reduce-overhead') (CUDA graphs)"
         if run.recompiled is not None:
             fewer = "mode='reduce-overhead' (CUDA graphs) in your torch.compile call"
         fused = ", a fused optimizer (AdamW(..., fused=True))" if run.stage == "fit" else ""
-        or_larger = f", or {larger}.{caveat}" if larger else "."
         advice = f"The host launches kernels more slowly than the GPU runs them. Use {fewer}{fused}{or_larger}"
     yield lost_time(
         run,

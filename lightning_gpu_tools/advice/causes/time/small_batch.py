@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper
 from lightning_gpu_tools.advice.findings import Cause, Finding
-from lightning_gpu_tools.advice.lost_time import caveat_of_larger_batch, few_active_sms, larger_batch, lost_time
+from lightning_gpu_tools.advice.lost_time import few_active_sms, larger_batch, lost_time
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
 
 
@@ -24,7 +24,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "largest_batch_size": run.largest_batch_size,
         "batch_size": None if run.loader is None else run.loader.batch_size,
     }
-    advice = f"The kernels fill {active_percent:.0f}% of the GPU. Set {larger}.{caveat_of_larger_batch(run)}"
+    advice = f"The kernels fill {active_percent:.0f}% of the GPU. Set {larger}"
     in_training = 1 - run.phase_s.get(VALIDATION, 0.0) / run.wall_s
     yield lost_time(
         run,
