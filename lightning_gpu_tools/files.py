@@ -25,7 +25,6 @@ _CANNOT_SYNC_DIRECTORY = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF, er
 # Here an upload becomes visible only once complete. Elsewhere (SFTP, SMB, HDFS), it is moved into place.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2"})
 
-_CHECK = "Check the URL and your access to it, or use a local file."
 _PACKAGES = {"smbclient": "smbprotocol", "libarchive": "libarchive-c"}  # of modules with other names
 
 
@@ -269,18 +268,16 @@ def _reaching(url: str | os.PathLike[str], passed: type[OSError] = OSError) -> I
     except Exception as error:  # each file system raises errors of the packages that it uses
         missing = getattr(error.__cause__, "name", None)
         if isinstance(error, ImportError) and missing:
-            package = _PACKAGES.get(missing, missing)
             reason = f"Python's package {printable(missing)} is not installed"
-            raise _unreachable(url, reason, f"Install it: pip install {printable(package)}") from error
-        status = getattr(error, "status", None)
-        words = f"the server answers {status} {getattr(error, 'message', '')}".rstrip() if status else error
-        raise _unreachable(url, printable(words, 200) or type(error).__name__) from error
-
-
-def _unreachable(url: object, reason: str, advice: str = _CHECK) -> OSError:
-    error = UnreachableError(f"{printable_path(url)} cannot be opened: {reason}. {advice}")
-    error.strerror = f"{reason}. {advice}".rstrip(".")
-    return error
+            advice = f"Install it: pip install {printable(_PACKAGES.get(missing, missing))}"
+        else:
+            status = getattr(error, "status", None)
+            words = f"the server answers {status} {getattr(error, 'message', '')}".rstrip() if status else error
+            reason = printable(words, 200) or type(error).__name__
+            advice = "Check the URL and your access to it, or use a local file."
+        unreachable = UnreachableError(f"{printable_path(url)} cannot be opened: {reason}. {advice}")
+        unreachable.strerror = f"{reason}. {advice}".rstrip(".")
+        raise unreachable from error
 
 
 def _upload(filesystem: Any, source: str, target: str) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -76,12 +76,10 @@ def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...
     check_before_copying(model, fit, leave_out_misfits=not fit.strict)
     renamed = fit.renamed(fit.weights)
     own_what_modules_keep(renamed, fit.keys)
-    left_out: list[str] = []
 
     def prepare(module: nn.Module, name: str, key: str, target: Any, state_dict: dict[str, Any]) -> None:
         value = state_dict[key]
         if not fit.strict and not is_copied_into(shape_of(value), shape_of(target)):
-            left_out.append(key)
             del state_dict[key]
             return
         if is_sharded(value):  # each process has all of it
@@ -108,7 +106,7 @@ def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...
         return plan, tuple(key for key in fit.state if key not in plan.kept)
     if not hasattr(found, "missing_keys"):  # the model's own load_state_dict does not report them
         return fit.plan, (*fit.plan.renames.values(), *fit.plan.tied)
-    return _outcome_of(fit, found, left_out)
+    return _outcome_of(fit, found)
 
 
 def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
@@ -123,26 +121,24 @@ def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
             weights[key] = value.detach().clone() if type(value) is torch.Tensor else copy.deepcopy(value)
 
 
-def _outcome_of(fit: Fit, found: Any, left_out: Sequence[str]) -> tuple[RenamePlan, tuple[str, ...]]:
+def _outcome_of(fit: Fit, found: Any) -> tuple[RenamePlan, tuple[str, ...]]:
     """Return the plan with what torch has found, in which hooks of the model may have translated keys."""
     plan, offered = fit.plan, fit.offered()
     bare = without_private_segments  # torch's names include modules that the model's hooks leave out of its keys
-    shown = {bare(key): key for key in fit.state}
     source = {bare(name): key for key, name in offered.items()}
-    misfits = {*map(bare, left_out)}
-    clashes = {key: name for key, name in plan.clashes.items() if key not in offered or bare(offered[key]) in misfits}
-    missing = [name for name in map(bare, found.missing_keys) if source.get(name) not in clashes]
-    without = {*missing, *misfits, *map(bare, plan.kept)}
+    absent = {*map(bare, found.missing_keys)}
+    clashes = {key: name for key, name in plan.clashes.items() if bare(name) in absent}
+    misfits = {*clashes.values()}
     outcome = dataclasses.replace(
         plan,
-        missing=tuple(shown.get(name, name) for name in missing),
+        missing=tuple(key for key in fit.state if bare(key) in absent and key not in misfits),
         unexpected=(
             *(key for key in plan.unexpected if key not in offered),
             *(source.get(bare(name), name) for name in found.unexpected_keys),
         ),
         clashes=clashes,
     )
-    return outcome, tuple(key for key in fit.state if bare(key) not in without)
+    return outcome, tuple(key for key in fit.state if bare(key) not in absent and key not in plan.kept)
 
 
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:

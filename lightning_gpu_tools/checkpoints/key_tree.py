@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,17 +140,19 @@ _INDEX = re.compile(r"(?<![^.])[0-9]{1,7}(?![^.])")
 def group_keys(keys: Iterable[str]) -> list[str]:
     """Return one line per group of keys that differ only in their numbers, in order of first appearance.
 
-    ``a.0.w, a.1.w, a.2.w`` becomes ``a.{0…2}.w``. If the numbers are not a full grid, the line ends with the count.
+    ``a.0.w, a.1.w, a.2.w`` becomes ``a.{0…2}.w``. If some numbers in between are missing, the line ends with the count.
     """
     groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for key in keys:
         groups.setdefault(tuple(_INDEX.split(key)), []).append(tuple(map(int, _INDEX.findall(key))))
     lines = []
     for texts, indices in groups.items():
-        columns = [sorted(set(column)) for column in zip(*indices, strict=True)]
-        name = texts[0] + "".join(_range(numbers) + text for numbers, text in zip(columns, texts[1:], strict=True))
-        is_grid = math.prod(map(len, columns)) == len(indices)
-        lines.append(printable(name, MAX_NAME) + ("" if is_grid else f" ({len(indices)} keys)"))
+        name, possible = texts[0], 1
+        for numbers, text in zip(zip(*indices, strict=True), texts[1:], strict=True):
+            first, last = min(numbers), max(numbers)
+            name += (str(first) if first == last else f"{{{first}…{last}}}") + text
+            possible *= last - first + 1
+        lines.append(printable(name, MAX_NAME) + ("" if possible == len(indices) else f" ({len(indices)} keys)"))
     return lines
 
 
@@ -169,12 +170,3 @@ def shortened(texts: Sequence[str], limit: int = 4) -> str:
     """Return texts on one line. Texts beyond ``limit`` are only counted."""
     hidden = len(texts) - limit
     return ", ".join(texts[:limit]) + (f", … and {hidden} more" if hidden > 0 else "")
-
-
-def _range(numbers: Sequence[int]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
-    if numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"{{{numbers[0]}…{numbers[-1]}}}"
-    shown = [*map(str, numbers[:4]), *["…"] * (len(numbers) > 4)]
-    return "{" + ",".join(shown) + "}"

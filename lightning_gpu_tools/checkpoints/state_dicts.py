@@ -309,11 +309,6 @@ def wrapper_paths(model: nn.Module) -> frozenset[str]:
     return frozenset(paths)
 
 
-def module_versions(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Return the content of ``state_dict()._metadata`` without running hooks."""
-    return {path: {"version": module._version} for path, module in model.named_modules(remove_duplicate=False)}
-
-
 def _inside(path: str, name: str) -> str:
     # Hooks of some wrappers remove the wrapper's name from the keys.
     return without_private_segments(f"{path}.{name}" if path else name)

@@ -27,7 +27,6 @@ from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import checkpoint_at, opened_source
 from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
-    module_versions,
     own_all_but_weights,
     read_model,
     rename_optimizers,
@@ -321,12 +320,7 @@ def _clean(checkpoint: dict[str, Any], model: LightningModule) -> None:
         if not isinstance(state, Mapping):
             continue
         plan = RenamePlan(renames=clean_names(state, wrappers))
-        lacks_metadata = getattr(state, "_metadata", None) is None and name == "state_dict"
-        if plan.changes_names or lacks_metadata:
-            cleaned = plan.apply(state)
-            if lacks_metadata:  # AsyncCheckpointIO and WeightAveraging rebuild the dictionary without it
-                versions = {plan.rename(path): entry for path, entry in module_versions(model).items()}
-                cleaned._metadata = type(cleaned)(versions)  # type: ignore[attr-defined]
-            checkpoint[name] = cleaned
+        if plan.changes_names:
+            checkpoint[name] = plan.apply(state)
         if name == "state_dict" and "optimizer_states" in checkpoint:
             checkpoint["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)

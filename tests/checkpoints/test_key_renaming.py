@@ -113,7 +113,7 @@ def test_keys_that_differ_in_numbers_share_a_line() -> None:
     names = [f"layers.{i}.attn.bias" for i in range(12)] + ["head.w"]
     assert group_keys(names) == ["layers.{0…11}.attn.bias", "head.w"]
     assert group_keys(["a.0.0.w", "a.0.1.w", "a.1.0.w"]) == ["a.{0…1}.{0…1}.w (3 keys)"]
-    assert group_keys(["a.0.w", "a.2.w", "a.7.w"]) == ["a.{0,2,7}.w"]
+    assert group_keys(["a.0.w", "a.2.w", "a.7.w"]) == ["a.{0…7}.w (3 keys)"]
     assert list_groups("abcdefgh") == "a, b, c, d, e, f, … and 2 more"
 
 
