@@ -326,11 +326,9 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
     if not is_plain or numbers.is_meta or numbers.is_quantized or not numbers.numel():
         return ""
     if numbers.is_complex():
-        numbers = torch.view_as_real(numbers.resolve_conj())
         if not dtype.is_complex:
-            if numbers[..., 1].any():
-                return f"a complex number cannot become {name_of(dtype)}"
-            numbers = numbers[..., 0]
+            return f"a complex number cannot become {name_of(dtype)}"
+        numbers = torch.view_as_real(numbers.resolve_conj())
     if dtype.is_floating_point or dtype.is_complex:
         limit = torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 4)  # numbers up to here round down to max
         limits_of = torch.finfo if numbers.is_floating_point() else torch.iinfo

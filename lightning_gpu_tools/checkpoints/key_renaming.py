@@ -58,11 +58,6 @@ class RenamePlan:
     unused: tuple[str, ...] = ()  # outside the dropped root, or counters of wrappers that the model lacks
     others: tuple[str, ...] = ()
 
-    @property
-    def changes_names(self) -> bool:
-        """Whether any key is renamed."""
-        return any(old != new for old, new in self.renames.items())
-
     def describe(self) -> str:
         """Return a summary of the renames, such as ``removed "module." from 9 keys``; ``""`` if there are none."""
         removed: Counter[str] = Counter()
@@ -459,8 +454,8 @@ class _Search:
     def _mismatch(self, plan: RenamePlan) -> CheckpointMismatchError:
         covered = len(plan.renames) + len(plan.tied)
         wanted = len(self.model.shapes) - len(self.model.unsaved)
-        change = f" ({plan.describe()})" if plan.changes_names else ""
-        lines = [f"{covered} of the model's {wanted} keys fit{change}. Nothing was changed."]
+        change = plan.describe()
+        lines = [f"{covered} of the model's {wanted} keys fit{change and f' ({change})'}. Nothing was changed."]
         for where, keys in (("checkpoint", plan.missing), ("model", plan.unexpected)):
             if keys:
                 lines.append(f"not in the {where}: {list_groups(keys)}")

@@ -33,7 +33,6 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     WRAPPER_COUNTER,
     Shape,
     list_groups,
-    shortened,
     without_private_segments,
     without_wrappers,
 )
@@ -113,12 +112,9 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
             saved = f"torch.load({printable_path(path)!r}){printable(place, 2 * MAX_NAME)}"
             what = f"weights, but nested too deeply to be found. Save them alone: torch.save({saved}, 'weights.pt')"
         raise BrokenCheckpointError(f"{printable_path(path)} holds {what}")
-    objects = describe_content(content)
-    if isinstance(content, (Mapping, list, tuple)):  # somewhere in it
-        objects = shortened([f"an object of {printable(kind)}" for kind in sorted(kinds)])
     raise UnsafeCheckpointError(
-        f"{explain_blocked(str(path), kinds)}\n  It holds no weights that can be loaded without opening it, only "
-        f"{objects}. Ask its author for the model's state_dict(). If you trust the author, open it with "
+        f"{explain_blocked(str(path), kinds)}\n  It holds no weights that can be loaded without opening it. Ask its "
+        "author for the model's state_dict(). If you trust the author, open it with "
         f"lightning_gpu_tools.load_weights(model, {printable_path(path)!r}, weights_only=False), which runs its code."
     )
 
@@ -158,13 +154,10 @@ def fault_of_parts(weights: Mapping[str, Any]) -> str:
         mesh, placements = value.device_mesh, value.placements
         if all(mesh.size(dim) == 1 or placement.is_replicate() for dim, placement in enumerate(placements)):
             continue
-        place = mesh.get_coordinate()
-        rank = "a rank" if place is None else f"rank {int(mesh.mesh[tuple(place)])}"
-        part = f"{rank} of {mesh.size()}, {', '.join(map(repr, placements))}"
         return (
-            f"It holds one part of a sharded checkpoint: {quoted(key)} is the part of {part}. During training, "
-            "save the full weights from torch.distributed.checkpoint.state_dict.get_model_state_dict with "
-            "StateDictOptions(full_state_dict=True)."
+            f"It holds one part of a sharded checkpoint: {quoted(key)} is the part of one of {mesh.size()} ranks. "
+            "During training, save the full weights from torch.distributed.checkpoint.state_dict.get_model_state_dict "
+            "with StateDictOptions(full_state_dict=True)."
         )
     return ""
 
@@ -177,11 +170,6 @@ def whole_weights(path: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
     plain.update((key, value.to_local()) for key, value in weights.items() if is_sharded(value))
     whole: Mapping[str, Any] = plain
     return whole
-
-
-def shapes_of(weights: Mapping[str, Any]) -> dict[str, Shape | None]:
-    """Return the shape of every weight; ``None`` for other values."""
-    return {key: shape_of(value) for key, value in weights.items()}
 
 
 def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:

@@ -24,7 +24,6 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     read_model,
     same_tensors,
     shape_of,
-    shapes_of,
     weights_in,
 )
 from lightning_gpu_tools.errors import (
@@ -213,7 +212,7 @@ def _fit(model: nn.Module, entry: str, entries: Entries, root: str | None, stric
     weights = entries[entry]
     keys, state = read_model(model, weights)
     plan = plan_renaming(
-        shapes_of(weights),
+        {key: shape_of(value) for key, value in weights.items()},
         keys,
         root=root,
         strict=strict,

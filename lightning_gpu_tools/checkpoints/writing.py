@@ -106,7 +106,6 @@ def convert(
     target: str,
     *,
     entry: str | None,
-    keep_prefix: bool,
     drop_root: str,
     add_root: str,
     dtype: torch.dtype | None,
@@ -129,7 +128,7 @@ def convert(
         weights = whole_weights(source, entries[name])
         # Lightning removes its own wrappers, so a `module` in its files is an attribute of the model.
         is_lightnings = is_lightning_checkpoint(content) and name in MODEL_STATES
-        around_all = not (keep_prefix or is_lightnings or drop_root.startswith(f"{WRAPPER_SEGMENT}."))
+        around_all = not (is_lightnings or drop_root.startswith(f"{WRAPPER_SEGMENT}."))
         with errors_about(source):
             names = clean_names(weights, around_all=around_all)
         kept = {key: clean for key, clean in names.items() if clean.startswith(drop_root)}

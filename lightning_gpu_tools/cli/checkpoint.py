@@ -75,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("source", metavar="SOURCE", help=_ANY)
     convert.add_argument("target", metavar="TARGET", help=f"output file, ends in {', '.join(SUFFIXES)}")
     convert.add_argument("--entry", metavar="NAME", help="entry of SOURCE with the weights, if it has several")
-    convert.add_argument("--keep-prefix", action="store_true", help="keep a `module.` that all keys begin with")
     convert.add_argument(
         "--drop-root", metavar="NAME.", default="", help="remove this prefix; keys without it are dropped"
     )
@@ -103,11 +102,9 @@ def _summarize(structure: Structure) -> dict[str, Any]:
     top = content if isinstance(content, Mapping) else {}
     entries = check_contents(content, structure.path)
     version = top.get(LIGHTNING_VERSION)
-    kind = "state_dict" if "" in entries else "dictionary"
+    kind = "state_dict" if "" in entries else describe_content(content)
     if is_lightning_checkpoint(content):
-        kind = "lightning"
-    elif not isinstance(content, Mapping) or {"param_groups", "state"} <= content.keys():
-        kind = "other"
+        kind = "Lightning checkpoint"
     wrappers: dict[str, Counter[str]] = {name: Counter() for name in entries}
     for name, weights in entries.items():
         for key in weights:
@@ -119,7 +116,6 @@ def _summarize(structure: Structure) -> dict[str, Any]:
         "shards": len(structure.shards) or None,
         "size_bytes": structure.size_bytes,
         "kind": kind,
-        "content": describe_content(content),
         "lightning_version": version if isinstance(version, str) and version else None,
         "epoch": top["epoch"] if isinstance(top.get("epoch"), int) else None,
         "global_step": top["global_step"] if isinstance(top.get("global_step"), int) else None,
@@ -136,10 +132,9 @@ def _summarize(structure: Structure) -> dict[str, Any]:
 
 def _render(summary: Mapping[str, Any]) -> str:
     """Return the summary as text, as wide as the terminal except for longer names."""
-    kind = {"lightning": "Lightning checkpoint", "other": summary["content"]}.get(summary["kind"], summary["kind"])
     size = format_bytes(summary["size_bytes"])
     files = f" in {summary['shards']} files" if (summary["shards"] or 0) > 1 else ""
-    lines = [f"{printable_path(summary['path'])}: {kind}, {size}, {summary['format']}{files}"]
+    lines = [f"{printable_path(summary['path'])}: {summary['kind']}, {size}, {summary['format']}{files}"]
     facts = {
         "epoch": summary["epoch"],
         "step": summary["global_step"],
@@ -242,7 +237,6 @@ def _convert(args: argparse.Namespace) -> int:
         args.source,
         args.target,
         entry=args.entry,
-        keep_prefix=args.keep_prefix,
         drop_root=as_root(args.drop_root),
         add_root=as_root(args.add_root),
         dtype=getattr(torch, args.dtype) if args.dtype else None,

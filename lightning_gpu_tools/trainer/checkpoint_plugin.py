@@ -45,7 +45,6 @@ from lightning_gpu_tools.errors import (
 from lightning_gpu_tools.files import remove
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import (
-    Callback,
     CheckpointIO,
     GuardedCallback,
     LightningModule,
@@ -81,13 +80,7 @@ class PortableCheckpointIO(CheckpointIO):
         base: Any = inner
         while hasattr(base, "checkpoint_io"):  # Lightning's wrappers, such as AsyncCheckpointIO
             base = base.checkpoint_io
-        if base is None and inner is not None:
-            kind = type(inner).__name__
-            raise ValueError(
-                f"{kind}() contains no plugin that writes files, so it cannot be the inner plugin. Nest them the other "
-                f"way round: {kind}(PortableCheckpointIO())."
-            )
-        if base is not None and not hasattr(base, "load_checkpoint"):
+        if inner is not None and not hasattr(base, "load_checkpoint"):
             raise TypeError(f"inner must be a plugin that reads and writes checkpoints, got {printable(repr(inner))}.")
         self.inner = inner
         self.verify = verify
@@ -226,8 +219,6 @@ class PortableCheckpointIO(CheckpointIO):
             if trainer.state.status != "running" or is_for_hooks:
                 return checkpoint
         checkpoint = {"epoch": 0, "global_step": 0, **as_lightning_checkpoint(checkpoint, path, trainer)}
-        if trainer.state.fn == "fit" and not may_still_change:
-            _refuse_weights_alone(checkpoint, trainer, path)
         try:
             with errors_about(path, type(model)):
                 fit = fit_weights(model, weights_in(checkpoint, path), None, model.strict_loading)
@@ -249,8 +240,8 @@ class PortableCheckpointIO(CheckpointIO):
             with errors_about(path, type(model)):
                 check_before_copying(model, fit, leave_out_misfits=False)
         plan = fit.plan
-        if plan.changes_names:
-            rank_zero_info(f"{printable_path(path)}: {plan.describe()}.")
+        if change := plan.describe():
+            rank_zero_info(f"{printable_path(path)}: {change}.")
         if any(map(is_average, fit.others)):
             rank_zero_info(f"{printable_path(path)}: {fit.choice()}.")
         if plan.dropped_root and plan.unused:
@@ -292,20 +283,6 @@ def _introduce(trainer: Trainer) -> None:
         plugin = getattr(plugin, "checkpoint_io", None) or getattr(plugin, "inner", None)
 
 
-def _refuse_weights_alone(checkpoint: Mapping[str, Any], trainer: Trainer, path: str | Path) -> None:
-    """Refuse a file from which Lightning cannot resume, unless a callback may complete it."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    if any(overrides(callback, "Callback", "on_load_checkpoint") for callback in callbacks):
-        return
-    missing = [name for name in ("optimizer_states", "lr_schedulers") if name not in checkpoint]
-    if missing and (trainer.strategy.lightning_restore_optimizer or "lr_schedulers" in missing):
-        raise CheckpointMismatchError(
-            f'{printable_path(path)} holds weights, but no "{missing[0]}" to resume from: it was saved with '
-            "save_weights_only=True, or not by a Trainer. To start a new run from its weights, call "
-            "lightning_gpu_tools.load_weights, and fit without ckpt_path."
-        )
-
-
 plugins: weakref.WeakSet[PortableCheckpointIO] = weakref.WeakSet()
 
 
@@ -320,7 +297,7 @@ def _clean(checkpoint: dict[str, Any], model: LightningModule) -> None:
         if not isinstance(state, Mapping):
             continue
         plan = RenamePlan(renames=clean_names(state, wrappers))
-        if plan.changes_names:
+        if any(old != new for old, new in plan.renames.items()):
             checkpoint[name] = plan.apply(state)
         if name == "state_dict" and "optimizer_states" in checkpoint:
             checkpoint["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)

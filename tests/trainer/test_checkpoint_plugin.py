@@ -2,7 +2,6 @@
 
 import gc
 import pickle
-import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from plugin_trainings import (  # noqa: F401 - a fixture
 from torch import nn
 from wrapped_models import compiled
 
-import lightning_gpu_tools
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
 
@@ -193,23 +191,3 @@ def test_several_optimizers_or_none_are_resumed(number: int, tmp_path: Path) -> 
     first.save_checkpoint(tmp_path / "a.ckpt")
     again.fit(Manual(number), ckpt_path=tmp_path / "a.ckpt")
     assert again.current_epoch == 3
-
-
-@pytest.mark.follows("To start a new run from its weights, call ")
-def test_fit_refuses_weights_alone_and_load_weights_takes_them(tmp_path: Path) -> None:
-    _, source = trained(tmp_path)
-    content, path = torch.load(tmp_path / "a.ckpt"), tmp_path / "weights.ckpt"
-    for stored in (
-        {name: content[name] for name in ("pytorch-lightning_version", "state_dict")},
-        content["state_dict"],
-    ):
-        torch.save(stored, path)
-        model, untrained = Lit(seed=1), Lit(seed=1)
-        with pytest.raises(CheckpointMismatchError, match=r'no "optimizer_states" .*save_weights_only=True') as refusal:
-            trainer(tmp_path).fit(model, ckpt_path=path)
-        assert same(model, untrained)
-    advice = re.search(r"call lightning_gpu_tools\.(\w+), and fit without ckpt_path", str(refusal.value))
-    assert advice is not None
-    getattr(lightning_gpu_tools, advice[1])(model, path)
-    assert same(model, source)
-    trainer(tmp_path).fit(model)

@@ -249,14 +249,3 @@ def test_resuming_survives_that_the_file_is_written_over(tmp_path: Path) -> None
     with path.open("r+b") as file:
         file.write(os.urandom(path.stat().st_size))
     assert torch.equal(state, before)
-
-
-@pytest.mark.follows("Nest them the other ")
-@saves_after_a_fit
-def test_an_inner_plugin_that_writes_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"the other way round: ") as refusal:
-        PortableCheckpointIO(AsyncCheckpointIO())
-    plugin = eval(str(refusal.value).partition("the other way round: ")[2].rstrip("."))
-    trained(tmp_path, "DataParallel", plugin)
-    plugin.teardown()
-    assert "net.0.weight" in torch.load(tmp_path / "a.ckpt")["state_dict"]

@@ -116,8 +116,4 @@ def _merged(file_of: Mapping[str, str], contents: Mapping[str, Any]) -> OrderedD
             if keys:
                 shown = list_groups(sorted(map(str, keys)))
                 raise Fault(f"does not match its shards: {printable(name)} {verb} {shown}", RESTORE)
-    whole = OrderedDict((key, contents[file][key]) for key, file in file_of.items())
-    versions = [getattr(content, "_metadata", None) for content in contents.values()]
-    if all(isinstance(version, Mapping) for version in versions):
-        whole._metadata = OrderedDict(item for version in versions for item in version.items())  # type: ignore[attr-defined, union-attr]
-    return whole
+    return OrderedDict((key, contents[file][key]) for key, file in file_of.items())
