@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from lightning_gpu_tools.gpus.watch import Phase
 from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import TrainerRun, run_of
 from lightning_gpu_tools.trainer.families import Callback, LightningModule, Trainer, lookup
 from lightning_gpu_tools.trainer.fit_timer import EvaluationTimer, FitTimer
-from lightning_gpu_tools.training.step_clock import StepClock
 
 
 class FitSession(Session):
@@ -28,7 +26,9 @@ class FitSession(Session):
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        super().__init__(run_of(trainer), self._make_timer)
+        run = run_of(trainer)
+        timer = FitTimer if run.stage == "fit" else EvaluationTimer
+        super().__init__(run, lambda clock, enter: timer(trainer, clock, self.ending, enter))
         self._users: list[Callback] = []
         self._on_end = Patches()
         calls = lookup(trainer, compat.CALLS)
@@ -46,10 +46,6 @@ class FitSession(Session):
             session = _sessions[trainer] = cls(trainer)
         session._users.append(user)
         return session
-
-    def _make_timer(self, clock: StepClock, enter: Callable[[Phase], None]) -> FitTimer:
-        timer = FitTimer if self.run.stage == "fit" else EvaluationTimer
-        return timer(self._trainer, clock, self.ending, enter)
 
     def release(self, user: Callback) -> None:
         """Release the session; its measurements stay readable."""
