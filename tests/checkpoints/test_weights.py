@@ -53,6 +53,7 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
         load_weights(wider, tmp_path / "a.pt")
     partial = load_weights(wider, tmp_path / "a.pt", strict=False)
     assert partial.mismatched == (("1.weight", (3, 2), (4, 2)), ("1.bias", (3,), (4,)))
+    assert (partial.loaded, partial.missing) == (("0.weight", "0.bias"), ())
     assert "other shape: 1.weight, 1.bias" in str(partial)
 
 
