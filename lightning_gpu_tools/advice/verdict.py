@@ -65,9 +65,9 @@ def why_not(run: RunMeasurements, cause: Cause[Any], finding: Finding) -> str:
     return ""
 
 
-def by_gain(finding: Finding) -> tuple[float, str]:
-    """Return a sort key: the largest speedup first."""
-    return -finding.ceiling, finding.cause
+def by_gain(finding: Finding) -> float:
+    """Return a sort key: the largest speedup first, and equal ones in the order in which they were judged."""
+    return -finding.ceiling
 
 
 def judge(

@@ -21,6 +21,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import process_id
 from lightning_gpu_tools.reports.report import RUNNING, WRITE_EVERY_S, Report, ReportFile
+from lightning_gpu_tools.runs.publish import publish
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.surroundings import claimed_bytes
 from lightning_gpu_tools.training.phases import MONITORING, TRAINING_STEP, base_phase
@@ -129,6 +130,11 @@ def describe(session: Session, outcome: str, measured: RunMeasurements | None = 
         settings=settings,
         process=process_id(os.getpid()),
     )
+
+
+def finish(session: Session, outcome: str, file: ReportFile) -> None:
+    """Publish the report of a run that has ended."""
+    publish(describe(session, outcome), file, session.run)
 
 
 def _with_waits(gpus: Iterable[GpuSummary], measured: RunMeasurements) -> tuple[GpuSummary, ...]:

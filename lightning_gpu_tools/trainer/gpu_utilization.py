@@ -14,8 +14,8 @@ from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTIL
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored
 from lightning_gpu_tools.reports.report import COMPLETED, FOLDER_NAME, ReportFile, warn_if_not_writable
-from lightning_gpu_tools.runs.publish import notify, publish, say, say_verdict
-from lightning_gpu_tools.runs.run_report import Advisor, RunningReport, check_thresholds, conclude, describe
+from lightning_gpu_tools.runs.publish import notify, say, say_verdict
+from lightning_gpu_tools.runs.run_report import Advisor, RunningReport, check_thresholds, conclude, finish
 from lightning_gpu_tools.runs.stall_watch import check_stall_after
 from lightning_gpu_tools.trainer.families import GuardedCallback, LightningModule, Trainer, overrides
 from lightning_gpu_tools.trainer.fit_session import FitSession
@@ -250,11 +250,9 @@ class GPUUtilizationMonitor(GuardedCallback):
             missing = ", ".join(session.recorder.unseen)  # printed, because filters may hide a warning
             say(f"This run has no report, because this version of Lightning lacks {missing}.")
             return
-        report = describe(session, outcome)
         running, self._running = self._running, None
         # None if another callback failed when training started.
-        file = ReportFile(self._folder) if running is None else running.file
-        publish(report, file, session.run)
+        finish(session, outcome, ReportFile(self._folder) if running is None else running.file)
 
     @override
     def _give_up(self) -> None:

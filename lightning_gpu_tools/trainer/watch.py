@@ -15,8 +15,8 @@ from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored, is_of_dead_worker
 from lightning_gpu_tools.memory.readings import out_of_memory
 from lightning_gpu_tools.reports.report import ReportFile, warn_if_not_writable
-from lightning_gpu_tools.runs.publish import publish, say_verdict
-from lightning_gpu_tools.runs.run_report import Advisor, RunningReport, check_thresholds, conclude, describe
+from lightning_gpu_tools.runs.publish import say_verdict
+from lightning_gpu_tools.runs.run_report import Advisor, RunningReport, check_thresholds, conclude, finish
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.stall_watch import StallAfter, check_stall_after
 from lightning_gpu_tools.trainer.facts import FabricRun, LoopRun
@@ -160,7 +160,7 @@ class TrainingWatch:
         diagnosis = self._diagnosis = conclude(session)
         running, training.running = training.running, None
         if running is not None:
-            publish(describe(session, outcome), running.file, session.run)
+            finish(session, outcome, running.file)
         elif session.ending.out_of_memory is not None and diagnosis is not None:
             say_verdict(diagnosis)
 
