@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
-
-from lightning_gpu_tools.patches import frames_kept
 
 _K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T")
@@ -22,12 +19,12 @@ OPENING_LIMIT_S = 60.0  # our default: without persistence mode, the driver take
 _late: dict[Hashable, threading.Thread] = {}  # calls that have exceeded their limit; some may have returned since
 
 
-def answers(calls: Mapping[_K, Callable[[], _T]], limit_s: float) -> tuple[dict[_K, _T], dict[_K, str]]:
+def answers(calls: Mapping[_K, Callable[[], _T]], limit_s: float) -> dict[_K, _T]:
     """Call all functions at once, each in its own thread, and wait for at most ``limit_s``.
 
-    Return the answers by key, and the names of the NVML functions that have not returned. If an earlier call with the
-    same key still hangs, the function is not called again. Raise the first error of a function, once all have returned
-    or exceeded the limit.
+    Return the answers by key, without those of functions that have not returned. If an earlier call with the same key
+    still hangs, the function is not called again. Raise the first error of a function, once all have returned or
+    exceeded the limit.
     """
     answered: dict[_K, _T] = {}
     errors: list[BaseException] = []
@@ -51,8 +48,7 @@ def answers(calls: Mapping[_K, Callable[[], _T]], limit_s: float) -> tuple[dict[
             _late[key] = thread
     if errors:
         raise errors[0]
-    found = dict(answered)  # a late call may still add its answer
-    return found, {key: pending_function(_late[key]) for key in calls if key not in found}
+    return dict(answered)  # a late call may still add its answer
 
 
 def is_late(key: Hashable) -> bool:
@@ -63,15 +59,3 @@ def is_late(key: Hashable) -> bool:
 def hangs() -> bool:
     """Return whether any call in this process has exceeded its limit and has still not returned."""
     return any(call.is_alive() for call in [*_late.values()])
-
-
-def pending_function(thread: threading.Thread) -> str:
-    """Return the name of the NVML function that a thread is executing."""
-    with frames_kept():
-        frame = sys._current_frames().get(thread.ident or 0)
-        while frame is not None:
-            name = frame.f_code.co_name
-            if name.startswith("nvml") and str(frame.f_globals.get("__name__")).startswith("pynvml"):
-                return name
-            frame = frame.f_back
-    return "NVML"

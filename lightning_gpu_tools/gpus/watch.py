@@ -87,7 +87,7 @@ class GpuWatch:
         self._latest: dict[str, GpuSample] = {}
         self._probes: dict[str, GpuProbe] = {}
         self._failures: dict[str, Exception] = {}  # GPU -> why it is no longer measured
-        self._late: dict[str, str] = {}  # GPU -> function that the driver has not answered
+        self._late: set[str] = set()  # GPUs for which the driver has not answered
         self._cpu_s: dict[str, float] = {}  # of the calls for a GPU, and of the thread itself
         self._begun = self._done = self._wanted = 0  # polls
         self._stopping = self._has_ended = False
@@ -245,8 +245,8 @@ class GpuWatch:
                 uuid: f"{uuid} is no longer measured after an unexpected error: {printable(repr(error), 200)}."
                 for uuid, error in [*self._failures.items()]
             }
-            for uuid, function in self._late.items():
-                late = f"The driver has not answered {function} for {uuid} within {limits.LIMIT_S:.0f} s"
+            for uuid in self._late:
+                late = f"The driver has not answered for {uuid} within {limits.LIMIT_S:.0f} s"
                 problems[uuid] = f"{late}. This GPU is not measured until it answers. Check `dmesg`."
         for uuid, problem in problems.items():
             found[uuid] = dataclasses.replace(found[uuid], problems=(*found[uuid].problems, problem))
@@ -275,10 +275,10 @@ class GpuWatch:
         uuids = [uuid for uuid in self._timelines if uuid not in self._failures]
         # A GPU that hangs delays the others once. It is not asked again until it has answered.
         reads = {uuid: functools.partial(self._sample, uuid) for uuid in uuids}
-        _, late = limits.answers(reads, limits.LIMIT_S)
+        answered = limits.answers(reads, limits.LIMIT_S)
         self._cpu_s[""] = time.thread_time()
         with self._changed:
-            self._late = late
+            self._late = reads.keys() - answered
             self._done += 1
             self._changed.notify_all()
 

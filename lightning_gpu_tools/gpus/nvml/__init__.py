@@ -149,11 +149,11 @@ def _required(function: Callable[[], _T], limit_s: float) -> _T:
     """Call NVML; raise ``NvmlUnavailableError`` on any NVML error, or after ``limit_s``."""
     name = function.__name__
     try:
-        found, late = limits.answers({name: function}, limit_s)
+        found = limits.answers({name: function}, limit_s)
     except pynvml.NVMLError as error:
         otherwise = f"The NVIDIA driver cannot be used: NVML says {str(error)!r}. Does `nvidia-smi` work?"
         raise NvmlUnavailableError(_WHY_UNAVAILABLE.get(error.value, otherwise)) from None  # the cause adds nothing
-    if late:
+    if name not in found:
         raise NvmlUnavailableError(f"The NVIDIA driver has not answered {name} within {limit_s:.0f} s. Check `dmesg`.")
     return found[name]
 
@@ -186,15 +186,9 @@ def read_gpus(*, with_loads: bool = False, limit_s: float = limits.OPENING_LIMIT
         indices = range(_required(pynvml.nvmlDeviceGetCount, limits.LIMIT_S))
         _facts.update({index: {"index": index} for index in indices if not limits.is_late(index)})
         read = {index: functools.partial(_read_gpu, index, _facts[index], with_loads) for index in indices}
-        readings, late = limits.answers(read, limits.LIMIT_S)
-    remedy = "check `dmesg`, then reset the GPU or reboot"
-    why_late = "the driver has not answered {} within {:.0f} s: {}"
-    found = [
-        GpuReading(**_facts[index], error=why_late.format(late[index], limits.LIMIT_S, remedy))
-        if index in late
-        else readings[index]
-        for index in indices
-    ]
+        readings = limits.answers(read, limits.LIMIT_S)
+    why_late = f"the driver has not answered within {limits.LIMIT_S:.0f} s: check `dmesg`, then reset the GPU or reboot"
+    found = [readings[index] if index in readings else GpuReading(**_facts[index], error=why_late) for index in indices]
     # NVML guarantees no order. A GPU without an address keeps its place.
     in_pci_order = iter(sorted((gpu for gpu in found if gpu.pci_bus_id), key=lambda gpu: str(gpu.pci_bus_id)))
     ordered = [next(in_pci_order) if gpu.pci_bus_id else gpu for gpu in found]
@@ -340,7 +334,7 @@ def read_connections(uuids: Sequence[str]) -> tuple[frozenset[tuple[str, str]], 
         return frozenset(links), {uuid: _numa_node(handle) for uuid, handle in handles.items()}
 
     with session(limits.LIMIT_S):
-        found, _ = limits.answers({"connections": read}, limits.LIMIT_S)
+        found = limits.answers({"connections": read}, limits.LIMIT_S)
     return found.get("connections", (frozenset(), {}))
 
 

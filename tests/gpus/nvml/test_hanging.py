@@ -29,10 +29,10 @@ def hanging(driver, monkeypatch):
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetUUID", "nvmlDeviceGetMemoryInfo"])
-def test_a_hanging_gpu_is_listed_with_its_call(driver, hanging, function):
+def test_a_hanging_gpu_is_listed(driver, hanging, function):
     hanging(function)
     first, broken, last = nvml.read_gpus()
-    assert f"the driver has not answered {function} within" in broken.error
+    assert "the driver has not answered within" in broken.error
     assert "dmesg" in broken.error
     assert broken.uuid == (None if function == "nvmlDeviceGetUUID" else driver.gpus[1].uuid)
     assert first.memory_free_bytes == 10 * 2**30
@@ -57,7 +57,7 @@ def test_the_others_are_picked(driver, hanging, claims_dir):
     hanging("nvmlDeviceGetMemoryInfo")
     with select_gpus(2) as selection:
         assert selection.uuids == (driver.gpus[2].uuid, driver.gpus[0].uuid)
-    with pytest.raises(NotEnoughGpusError, match=r"GPU 1 \(GPU-.*\): the driver has not answered nvmlDeviceGetMemory"):
+    with pytest.raises(NotEnoughGpusError, match=r"GPU 1 \(GPU-.*\): the driver has not answered within"):
         select_gpus(3)
 
 
