@@ -58,17 +58,8 @@ class GPUUtilizationMonitor(GuardedCallback):
     is only in the report.
 
     Metrics of GPU ``i`` (torch device index; with ``devices="all"``, that of ``nvidia-smi``) are ``gpu/<i>/...``, on
-    node ``n`` > 0 ``node<n>/gpu/<i>/...``, over the time since the last point:
-
-    - ``utilization_percent/{mean,p5,p95}``: share of time in which at least one kernel was running
-    - ``memory_used_bytes``, ``memory_total_bytes``: used by all processes; total of the GPU
-    - ``power_watts``, ``temperature_celsius``: at the last poll
-    - ``energy_joules``: since training started, from a counter
-    - ``throttled_percent``: share of time in which power or heat lowered the clocks
-    - ``pcie_{rx,tx}_bytes_per_second``: received and sent over PCIe
-    - ``{sm_active,sm_occupancy,tensor_active,dram_active}_percent``: Hopper and later
-    - ``{own,others}_memory_bytes``, ``{own,others}_utilization_percent``: of this job's processes and of all other
-      listed ones, where the driver reports them
+    node ``n`` > 0 ``node<n>/gpu/<i>/...``, over the time since the last point. Their names end with their units;
+    docs/measurements.md says what each one means.
 
     At the end of a fit, even of a failed one, rank 0 prints the report, and writes it as ``gpu_report.json`` to the log
     directory of the Trainer's logger, or without a logger to the folder ``gpu_report`` of ``default_root_dir``, which
