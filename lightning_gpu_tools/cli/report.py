@@ -14,7 +14,7 @@ from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, render_comparison
 from lightning_gpu_tools.reports.page import render_page, svg_of
 from lightning_gpu_tools.reports.report import FILE_NAME, Report, as_json, find_report, load_report, to_json
-from lightning_gpu_tools.reports.text import in_color, render_markdown, render_text
+from lightning_gpu_tools.reports.text import render_markdown, render_text
 from lightning_gpu_tools.units import printable_path
 
 _EXIT_CODES = {"faster": 0, "same": 0, "slower": 1, "not_comparable": 3}
@@ -76,9 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.against is None:
         report = load_report(_found(args.file))
         if args.format == "text":
-            text = render_text(report, full=args.full)
-            colored = in_color(text, report, sys.__stdout__)
-            print(colored, file=sys.stdout if colored == text else sys.__stdout__)
+            print(render_text(report, full=args.full))
         elif args.format == "markdown":
             print(render_markdown(report, full=args.full))
         elif args.format == "json":

@@ -6,11 +6,9 @@ A report may come from a file written by anyone, so each of its texts is made pr
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TextIO
 
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, in_words, label_of, seen_in
@@ -38,7 +36,6 @@ _MIN_MEMORY = 0.5  # of a GPU's, from which on what uses it is worth a tree
 _TIME_COLUMNS = 42  # of a row of the time tree, after the label
 _MAX_SOURCE_LINES = 10  # of a phase
 _MAX_MEMORY_LINES = 3
-_COLORS = {"healthy": 32, "low": 33, "out_of_memory": 31}  # ANSI: green, yellow, red
 LINE_COLUMNS = ("phase", "of its time", "line", "samples")  # of line_rows
 _MIN_OTHERS_CORES = 0.2  # our default: with less, the other programs are the system's own
 # Text that Markdown reads as markup inside a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
@@ -50,17 +47,6 @@ def render_text(report: Report, *, full: bool = False) -> str:
     head = {"Verdict": f"{verdict_line(report)} ({printable(report.outcome)})", **paragraphs(report)}
     lines = [_wrapped(text, f"{f'{title}:':<9}") for title, text in head.items()]
     return _joined([*lines, ""], _details(report, full), [], full)
-
-
-def in_color(text: str, report: Report, stream: TextIO | None) -> str:
-    """Return a rendered report with its verdict in color, if ``stream`` is a terminal and ``NO_COLOR`` is not set."""
-    color = _COLORS.get(report.diagnosis.verdict)
-    is_plain = color is None or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    isatty = getattr(stream, "isatty", None)  # a user's own stream may have none
-    if is_plain or isatty is None or not isatty():
-        return text
-    verdict = verdict_line(report)
-    return text.replace(verdict, f"\x1b[{color}m{verdict}\x1b[0m", 1)
 
 
 def render_markdown(report: Report, *, full: bool = False) -> str:

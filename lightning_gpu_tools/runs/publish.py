@@ -24,7 +24,7 @@ from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
 from lightning_gpu_tools.reports.page import render_page
 from lightning_gpu_tools.reports.report import COMPLETED, DRAWN, PREVIOUS_NAME, Report, ReportFile, run_folder
-from lightning_gpu_tools.reports.text import in_color, render_text
+from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.units import printable, printable_path, wrapped
 
@@ -71,7 +71,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
     text = ""
     with _failure_added_to(lines, "The report could not be shown"):
         text = render_text(report)
-        lines.insert(1, in_color(text, report, sys.stdout))
+        lines.insert(1, text)
     if run is not None:
         for logger in run.loggers:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
