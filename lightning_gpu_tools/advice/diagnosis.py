@@ -18,7 +18,6 @@ from lightning_gpu_tools.advice.findings import (
 from lightning_gpu_tools.advice.lost_time import idle_by_phase, idle_in_step_share
 from lightning_gpu_tools.advice.verdict import (
     LeftOut,
-    by_gain,
     early_warnings,
     explain_error,
     judge,
@@ -61,7 +60,8 @@ def diagnose(
             early = {name: cause for name, cause in TIME_CAUSES.items() if cause.is_judged_early(run)}
             found, _ = _find(run, early)
             judged = "low" if found else "too_short"
-    verdict, findings = judged, sorted(found, key=by_gain)[:_MAX_FINDINGS]
+    # The largest speedup first, and equal ones in the order of their causes.
+    verdict, findings = judged, sorted(found, key=lambda finding: -finding.ceiling)[:_MAX_FINDINGS]
     if verdict == "too_short":
         reason, change = of_short_run(run, steady, steady_s, min_steps, min_seconds)
     else:

@@ -65,11 +65,6 @@ def why_not(run: RunMeasurements, cause: Cause[Any], finding: Finding) -> str:
     return ""
 
 
-def by_gain(finding: Finding) -> float:
-    """Return a sort key: the largest speedup first, and equal ones in the order in which they were judged."""
-    return -finding.ceiling
-
-
 def judge(
     run: RunMeasurements, findings: Sequence[Finding], left_out: Sequence[LeftOut], min_utilization_percent: float
 ) -> tuple[Verdict, list[Finding], Sequence[LeftOut]]:
@@ -96,7 +91,7 @@ def judge(
                 if cause.explain_rest is not None:
                     found = [*found, replace(cause.explain_rest(run, unnamed), cause=name)]
         # A model that is too small for a GPU has one cause.
-        found = sorted(found, key=by_gain)[:1] if is_tiny(run) else [*found, *remarks]
+        found = [max(found, key=lambda finding: finding.ceiling)] if is_tiny(run) else [*found, *remarks]
     else:
         reason = f"a GPU that is busy {min_utilization_percent:.0f}% of the time is well used"
         found, left_out = remarks, [(finding, reason) for finding in found]

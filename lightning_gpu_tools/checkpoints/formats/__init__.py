@@ -57,11 +57,8 @@ _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
     (rb"\xfd7zXZ", "is compressed (xz)", _UNPACK),
     (rb"\x28\xb5\x2f\xfd", "is compressed (zstd)", _UNPACK),
     (rb"GGUF", "is a GGUF file of llama.cpp", _EXPORTED),
-    (rb"lmgg|[tfal]jgg", "is a ggml file of llama.cpp", _EXPORTED),
-    (rb".{4}TFL3", "is a TFLite model", _EXPORTED),
     (rb".{4}PTMF", "is a TorchScript program for mobile devices", _EXPORTED),
     # Protocol buffers begin with their first two fields: https://onnx.ai/onnx/api/classes.html#modelproto.
-    (rb"\x08\x01\x12", "is a TensorFlow SavedModel", _OTHER_LIBRARY),
     (rb"\x08[\x02-\x3f][\x12\x1a\x22\x28\x32\x3a\x42]", "is an ONNX model", _EXPORTED),
 )
 # The same for the start of a text.
