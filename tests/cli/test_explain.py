@@ -33,9 +33,7 @@ def test_every_cause_is_explained_on_a_screen_or_two(group: Group, explain: Expl
 def test_constants_are_printed_as_the_file_has_them(explain: Explain) -> None:
     shown = explain("launch_bound")
     assert "\nTakes the GPU's idle time inside the step, by CUDA events and the driver's utilization, if no" in shown
-    assert (
-        "\nConstants in its file:\n# Our defaults.\n_MIN_SHARE = 0.15  # even a well-fed GPU has some gaps\n" in shown
-    )
+    assert "\nConstants in its file:\n_MIN_SHARE = 0.15  # our default: even a well-fed GPU has some gaps\n" in shown
     assert "def find" not in shown
     assert shown.index("More: https://") < shown.index("Constants in its file:")
 
