@@ -96,16 +96,16 @@ def explain_stall(facts: StallFacts) -> Finding:
 
 def _find(run: RunMeasurements, causes: dict[str, Cause[RunMeasurements]]) -> tuple[list[Finding], list[LeftOut]]:
     """Return the findings worth reporting, and the others with the reasons why they need no change."""
-    silencing: set[str] = set()
+    silenced: set[str] = set()
     reported: list[Finding] = []
     left_out: list[LeftOut] = []
     for name, cause in causes.items():
-        if not silencing.isdisjoint(cause.silenced_by):
+        if name in silenced:
             continue
         for found in cause.find(run):
             finding = replace(found, cause=name)
             if not cause.why_not(run, finding):
-                silencing.add(name)
+                silenced.update(cause.silences)
             explained = {str(earlier.evidence.get("phase")) for earlier in reported}
             phase = str(finding.evidence.get("phase"))
             if reason := why_not(run, cause, finding):

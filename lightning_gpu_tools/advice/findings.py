@@ -109,7 +109,7 @@ class Cause(Generic[Facts]):
     kind: Literal["idle", "busy", "remark", "others"] = "idle"
     # Returns why a finding needs no change, to follow "... takes 38% of the wall time, but"; empty if it does.
     why_not: Callable[[Facts, Finding], str] = lambda facts, finding: ""
-    silenced_by: Sequence[str] = ()  # causes: if one of them finds anything, however little, this one is not judged
+    silences: Sequence[str] = ()  # later causes, not judged if this one finds anything, however little
     leaves_explained: bool = False  # its findings on phases of earlier findings are left out
     ignores_min_cost: bool = False  # it is reported however little time it takes per step
     # Whether it can be judged without enough steady steps, of which short epochs and frequent validations leave few.

@@ -19,7 +19,7 @@ def test_each_cause_has_its_own_file_in_the_order(folder: ModuleType, known: dic
     names = [*known]
     for place, (name, cause) in enumerate(known.items()):
         assert getattr(folder, name).__doc__.startswith(f"{name}: ")
-        assert {*cause.silenced_by} <= {*names[:place]}
+        assert {*cause.silences} <= {*names[place + 1 :]}
 
 
 @pytest.mark.parametrize("name", TIME_CAUSES)

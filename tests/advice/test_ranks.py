@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.causes.time import straggler
+from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements, SourceLine
@@ -98,3 +99,8 @@ def test_among_ranks_that_vary_as_much_none_is_named() -> None:
     own = [chance.gauss(0, 0.01) for _ in range(1024)]
     assert blamed(a_job(128, 8, lambda rank: own[rank])) is None
     assert blamed(a_job(128, 8, lambda rank: own[rank] + 0.08 * (rank == 9))) is not None
+
+
+def test_waits_for_a_slow_rank_are_not_blamed_on_the_network() -> None:
+    found = diagnose(in_lockstep([0.01, 0.01, 0.01, 0.03])).findings
+    assert [finding.cause for finding in found] == ["straggler"]

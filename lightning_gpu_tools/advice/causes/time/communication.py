@@ -74,7 +74,7 @@ CAUSE = Cause(
     change="`accumulate_grad_batches`, compressed gradients",
     find=find,
     why_not=why_not,
-    silenced_by=("straggler",),
+    silences=("small_batch",),
     kind="busy",  # a GPU that waits for another one is busy
     verified_on="simulated GPU",
     sick=cpu_run(STEP, **ranks({"backward": 0.01}, {"backward": 0.01}, wait_s=0.02)),

@@ -115,7 +115,6 @@ CAUSE = Cause(
     says="... of ... steps took ... times the median: in which line of the tree, and how often",
     change="what the advice says: group samples of similar length, or find what runs at that period",
     find=find,
-    silenced_by=("straggler",),
     leaves_explained=True,
     verified_on="cpu",
     sick=_with_slow_steps(15.0),

@@ -41,7 +41,6 @@ CAUSE = Cause(
     says="A batch too small to fill the GPU costs ...",
     change="the `batch_size` in the advice, which fits according to measured memory",
     find=find,
-    silenced_by=("communication",),
     settings=("batch_size",),
     verified_on="hardware",
     sick=gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=496),

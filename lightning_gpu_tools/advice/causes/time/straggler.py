@@ -122,6 +122,7 @@ CAUSE = Cause(
     says="Waiting for rank ... takes ...; the phase in which it loses time",
     change="by phase: compare its data, storage, clocks and temperature, or make a callback or checkpoint faster",
     find=find,
+    silences=("communication", "slow_steps"),
     kind="busy",  # a rank that waits for another GPU keeps its own busy
     verified_on="simulated GPU",
     sick=gpu_run(STEP, 99.0, **ranks(*[{"forward": 0.01}] * 3, {"forward": 0.03})),
