@@ -186,10 +186,11 @@ class Structure:
     file: Any  # open while it is used; None for a folder
     path: str
     size_bytes: int
-    format: str  # "zip", "legacy", "TorchScript", "safetensors", ...
+    format: str  # to print: "zip", "legacy", "TorchScript", "safetensors", ...
     content: Any  # as returned by torch.load, but with descriptions instead of tensors and other objects
     globals: set[str]  # as in InertUnpickler
     devices: set[str]  # that it was saved from
+    is_of_torch: bool = True  # whether torch.load reads it; if not, the content is tensors by name
     records: Mapping[str, Record] = field(default_factory=dict)  # of a zip file that torch can map
     places: Mapping[str, int] = field(default_factory=dict)  # offsets of storages
     shards: Mapping[str, Structure] = field(default_factory=dict)  # by name, the files of a folder

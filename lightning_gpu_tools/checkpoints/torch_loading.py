@@ -45,7 +45,7 @@ def load_file(structure: Structure, map_location: Any, weights_only: bool) -> An
         UnsafeCheckpointError: The file holds more than plain data, and ``weights_only`` is true.
         BrokenCheckpointError: Torch cannot rebuild the contents.
     """
-    if structure.format == "safetensors":
+    if not structure.is_of_torch:
         make = _mapped(structure)
         for info in structure.content.values():
             dtype_of(info.dtype)  # which an older torch may lack

@@ -79,7 +79,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         places[name] = start + first
     if start + end != size_bytes:
         raise ValueError("bytes that belong to no tensor")
-    return Structure(file, path, size_bytes, "safetensors", content, set(), {"cpu"}, places=places)
+    return Structure(file, path, size_bytes, "safetensors", content, set(), {"cpu"}, is_of_torch=False, places=places)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
