@@ -15,6 +15,7 @@ import pynvml
 import pytest
 
 from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools.gpus.metrics import GpuSample
 from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
 
 
@@ -129,5 +130,5 @@ def check_probe(wait: Callable[[float], None]) -> None:
             before, after = getattr(first, name), getattr(second, name)
             assert (before is None) == (after is None)
             assert before is None or after >= before
-        if second.sm_active_percent is not None:
-            assert 0 <= second.sm_active_percent <= 100
+        percents = {name: getattr(second, name) for name in GpuSample.__dataclass_fields__ if name.endswith("_percent")}
+        assert all(value is None or 0 <= value <= 100 for value in percents.values()), percents
