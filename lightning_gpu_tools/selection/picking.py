@@ -329,7 +329,7 @@ class Attempt:
         elif why and not visible:
             message += shown
         else:
-            message += f"{len(ranking.candidates) or 'none'} of {len(visible)} visible GPUs qualify."
+            message += f"{len(ranking.candidates)} of {plural(len(visible), 'visible GPU')} can be used."
             message += f" {shown}" if why else ""
         message = "\n  ".join([message, *folded_reasons(rejections)])
         return NotEnoughGpusError(message, count, [str(rejection) for rejection in rejections])

@@ -71,7 +71,7 @@ def test_too_few_gpus_give_reasons_and_exit_code_3(driver: Driver, pick: Pick, o
     assert (answer.returncode, answer.stdout) == (3, "")
     lines = answer.stderr.splitlines()
     assert len(lines) == 4
-    assert lines[0].startswith("lightning-gpu-tools: Asked for 2 GPUs, but none of 3 visible GPUs qualify.")
+    assert lines[0].startswith("lightning-gpu-tools: Asked for 2 GPUs, but 0 of 3 visible GPUs can be used.")
     assert "GPU 0" in lines[1]
     assert "4.00 GiB free, asked for 8.00 GiB" in lines[1]
     assert "fallen off the bus" in lines[2]

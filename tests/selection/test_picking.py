@@ -58,7 +58,7 @@ def test_exclusive_is_refused_where_somebody_is_and_refuses_others(driver: Drive
 
 def test_a_selection_is_all_or_nothing(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [gpu(), gpu(lost=True), gpu()]
-    with pytest.raises(NotEnoughGpusError, match="Asked for 3 GPUs, but 2 of 3 visible GPUs qualify"):
+    with pytest.raises(NotEnoughGpusError, match="Asked for 3 GPUs, but 2 of 3 visible GPUs can be used"):
         select_gpus(3)
     assert [entry.name for entry in claims_dir.iterdir()] == []
 
@@ -87,7 +87,7 @@ def test_a_mask_that_names_nothing_is_explained_and_unset(driver: Driver, monkey
     assert indices(select_gpus()) == [0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(
-        NotEnoughGpusError, match=r"1 of 1 visible GPUs qualify\. CUDA_VISIBLE_DEVICES='0,1' shows 1: it nam"
+        NotEnoughGpusError, match=r"1 of 1 visible GPU can be used\. CUDA_VISIBLE_DEVICES='0,1' shows 1: it nam"
     ):
         select_gpus(2)
 

@@ -50,7 +50,7 @@ def test_waiting_ends_when_a_gpu_is_released(driver: Driver, caplog: pytest.LogC
     assert indices(select_gpus(exclusive=True, wait=60)) == [0]
     timer.join()
     assert re.search(
-        r"Waiting for up to (60|59\.\d) s\. Asked for 1 GPU, but none of 1 visible GPUs qualify", caplog.text
+        r"Waiting for up to (60|59\.\d) s\. Asked for 1 GPU, but 0 of 1 visible GPU can be used", caplog.text
     )
     assert f"claimed exclusively by {pwd.getpwuid(os.getuid()).pw_name} (pid {os.getpid()})" in caplog.text
     assert driver.stays_open()
