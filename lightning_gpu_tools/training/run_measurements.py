@@ -106,6 +106,11 @@ class LoaderTrial:
     measured: bool = True  # False without workers, where batch_s needs no trial
     failed: str | None = None  # the error, if the settings could not be tried
 
+    @property
+    def batches_per_s(self) -> float | None:
+        """The speed of loader and step together; ``None`` if not measured."""
+        return 1 / self.batch_s if self.batch_s else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderResult:
