@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+MAX_OTHERS_CORES = 0.3  # from there on, other programs decide how many threads can run
 TRAIN = """
 import importlib, json, os, re, sys, time
 sys.path.append("../benchmarks")  # the folder of the script is tests/
@@ -32,8 +33,9 @@ def train(calls):
     callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0, min_steps=20)]
     workers = loader(Photos(100_000), num_workers=2, worker_init_fn=one_thread)
     quiet_trainer(sys.argv[1], callbacks=callbacks, max_steps=50).fit(Model(time.sleep, 0.001), workers)
-    found = {one.cause: [one.advice, one.evidence] for one in load_report(sys.argv[1]).diagnosis.findings}
-    print("FOUND", json.dumps(found), flush=True)
+    report = load_report(sys.argv[1])
+    found = {one.cause: [one.advice, one.evidence] for one in report.diagnosis.findings}
+    print("FOUND", json.dumps({**found, "others_cores": report.others_cores}), flush=True)
     return found
 
 torch.set_num_threads(1)
@@ -54,7 +56,7 @@ def test_thread_pools_in_workers_are_named_and_end_as_advised(
     answer = run_python("-c", TRAIN, str(tmp_path), env=environ, cwd=Path(__file__).parents[1])
     found = [json.loads(line[6:]) for line in answer.stdout.splitlines() if line.startswith("FOUND ")]
     assert found, answer.stderr
-    if any("data_loading" not in one and "cpu_contention" in one for one in found):
+    if any((one["others_cores"] or 0) > MAX_OTHERS_CORES for one in found):
         pytest.skip(f"other programs have the cores: {found}")
     before, after = (one["data_loading"] for one in found)
     advice, evidence = before
