@@ -166,7 +166,7 @@ def of_short_run(
 
 
 def early_warnings(run: RunMeasurements) -> list[Finding]:
-    """Return what will fill memory, or holds it without need, before it is full."""
+    """Return what will fill memory, before it is full."""
     findings = []
     for name, cause in MEMORY_CAUSES.items():
         if cause.find_early is not None:

@@ -65,7 +65,7 @@ def worker_exits(run: Run, error: BaseException) -> list[tuple[int, int, int]]:
     if may_be_of_workers and workers and not any(words in text for words in OF_LIVING_WORKERS):
         wait_for_exit_codes(workers)
     exits = [(i, one.pid or 0, one.exitcode) for i, one in enumerate(workers) if one.exitcode is not None]
-    return [exit for exit in exits if exit[2] or "exited unexpectedly" in text]
+    return [dead for dead in exits if dead[2] or "exited unexpectedly" in text]
 
 
 def failure_of(error: BaseException, exits: Sequence[tuple[int, int, int]], oom_kills: int) -> Failure | None:
