@@ -133,11 +133,12 @@ class Recorder:
         os._exit(1)
 
     def _cuda_starts(self) -> None:
+        if torch.cuda.get_allocator_backend() != "native":
+            raise NotImplementedError("backend:cudaMallocAsync is not simulated; unset it in PYTORCH_CUDA_ALLOC_CONF.")
         self._memory.start("all")
         attach = compat.find(compat.OUT_OF_MEMORY_OBSERVER)
         if attach is not None:
-            with contextlib.suppress(RuntimeError):  # cudaMallocAsync does not support it
-                attach(self._out_of_memory)
+            attach(self._out_of_memory)
 
     def _out_of_memory(self, gpu: int, requested_bytes: int, total_bytes: int, free_bytes: int) -> None:
         with contextlib.suppress(Exception):  # an error here would replace torch's

@@ -170,6 +170,11 @@ for step in range(100):
     [
         ("import torch\ntorch.zeros(1, device='cuda')\nopen('no such file')", "FileNotFoundError"),
         ("print('no torch')", "The command ended without importing torch."),
+        (
+            "import os; os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'backend:cudaMallocAsync'\n"
+            "import torch; torch.zeros(1, device='cuda')",
+            "backend:cudaMallocAsync is not simulated",
+        ),
         # torchrun's second rank, which dry-run was not told of.
         ("import torch\ntorch.cuda.set_device(1)", "invalid device ordinal"),
         (
@@ -184,7 +189,7 @@ def test_runs_that_show_nothing(dry_run: DryRun, code: str, reason: str) -> None
     assert ended.code == 3
     assert ended.found["verdict"] == "cannot_be_told"
     assert reason in ended.found["reason"]
-    if "Error" in reason:
+    if "FileNotFoundError" in reason:
         assert "Traceback (most recent call last):\n  File " in ended.errors
 
 

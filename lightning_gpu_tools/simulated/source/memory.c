@@ -6,8 +6,7 @@
 #include <sys/mman.h>
 
 #define GRAIN (2UL << 20) // cudaMalloc maps memory in pieces of 2 MiB
-#define POOL_GRAIN (32UL << 20) // a pool of cudaMallocAsync takes pieces of 32 MiB; our default
-enum where { ON_DEVICE, IN_POOL, ON_HOST };
+enum where { ON_DEVICE, ON_HOST };
 struct block {
   char *begin;
   size_t size;
@@ -40,53 +39,21 @@ static int unlist(void *p, struct block *was) { // with the lock
 }
 static size_t *bytes_of(int device) { return &self->uses[devices[device].gpu].bytes; }
 static int fits(int device, size_t size) { return machine_used(devices[device].gpu) + size <= GPU(device)->memory; }
-static size_t rounded(size_t size, size_t grain) { return (size + grain - 1) / grain * grain; }
-
-// Each device has one pool, in which what is freed stays for what is allocated next, as torch asks it to. No part of it
-// is too small for anything: the driver maps its pieces anew.
-static uint64_t pools[GPUS][cudaMemPoolAttrUsedMemHigh + 1]; // by attribute
-static void resize(int device, uint64_t now, enum cudaMemPoolAttr current_bytes) { // with the lock
-  uint64_t *of = &pools[device][current_bytes];                                    // its high-water mark comes next
-  if (current_bytes == cudaMemPoolAttrReservedMemCurrent) *bytes_of(device) += now - *of;
-  of[0] = now;
-  if (now > of[1]) of[1] = now;
-}
-static void trim(int device, size_t keep) { // with the lock
-  uint64_t *is = pools[device], used = rounded(is[cudaMemPoolAttrUsedMemCurrent], POOL_GRAIN);
-  uint64_t least = used > keep ? used : keep;
-  if (is[cudaMemPoolAttrReservedMemCurrent] > least) resize(device, least, cudaMemPoolAttrReservedMemCurrent);
-}
-static int grows(int device, size_t size) { // with the lock: whether the pool can hold so much more
-  uint64_t used = pools[device][cudaMemPoolAttrUsedMemCurrent] + size;
-  uint64_t needs = rounded(used, POOL_GRAIN), has = pools[device][cudaMemPoolAttrReservedMemCurrent];
-  if (needs > has && !fits(device, needs - has)) return 0;
-  if (needs > has) resize(device, needs, cudaMemPoolAttrReservedMemCurrent);
-  resize(device, used, cudaMemPoolAttrUsedMemCurrent);
-  return 1;
-}
-static int reserve(int device, size_t size, enum where where) { // with the lock
-  if (where == ON_HOST) return 1;
-  if (where == IN_POOL) return grows(device, size);
-  if (!fits(device, size)) trim(device, 0); // as the driver does before it refuses
+static int reserve(int device, size_t size) { // with the lock
   if (!fits(device, size)) return 0;
   *bytes_of(device) += size;
   return 1;
-}
-static void release(const struct block *b) { // with the lock
-  if (b->where == ON_DEVICE) *bytes_of(b->device) -= b->size;
-  if (b->where == IN_POOL)
-    resize(b->device, pools[b->device][cudaMemPoolAttrUsedMemCurrent] - b->size, cudaMemPoolAttrUsedMemCurrent);
 }
 static cudaError_t take(void **p, size_t size, enum where where) {
   cudaError_t error = usable();
   if (error) return error;
   *p = NULL;
   if (!size) return 0;
-  size = rounded(size, where == IN_POOL ? 512 : GRAIN);
+  size = (size + GRAIN - 1) / GRAIN * GRAIN;
   pthread_mutex_lock(&lock);
-  char *m = !reserve(current, size, where)
-                ? MAP_FAILED
-                : mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  int full = where == ON_DEVICE && !reserve(current, size);
+  char *m = full ? MAP_FAILED
+                 : mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (m != MAP_FAILED) {
     list(m, size, current, where);
     *p = m;
@@ -99,7 +66,7 @@ static cudaError_t give(void *p) {
   if (!p) return 0;
   pthread_mutex_lock(&lock);
   int found = unlist(p, &b);
-  if (found) release(&b);
+  if (found && b.where == ON_DEVICE) *bytes_of(b.device) -= b.size;
   pthread_mutex_unlock(&lock);
   if (!found) return fail(cudaErrorInvalidValue);
   munmap(b.begin, b.size);
@@ -248,60 +215,6 @@ cudaError_t cudaMemsetAsync(void *p, int value, size_t size, cudaStream_t s) {
                                               : NULL); // zeros would cost the host the pages that it does not have
 }
 cudaError_t cudaMemset(void *p, int value, size_t size) { return cudaMemsetAsync(p, value, size, 0); }
-// cudaMallocAsync. Graphs of it are not simulated.
-cudaError_t cudaMallocAsync(void **p, size_t size, cudaStream_t s) {
-  cudaError_t error = not_while_capturing(stream_of(s));
-  return error ? error : take(p, size, IN_POOL);
-}
-struct freed {
-  struct effect effect;
-  char *begin;
-  size_t size;
-};
-static void unmap(struct effect *effect) {
-  struct freed *f = (struct freed *)effect;
-  munmap(f->begin, f->size);
-}
-cudaError_t cudaFreeAsync(void *p, cudaStream_t s) { // the stream may still have to copy to it
-  struct block b;
-  cudaError_t error = not_while_capturing(stream_of(s));
-  if (error) return error;
-  pthread_mutex_lock(&lock);
-  int found = unlist(p, &b);
-  if (found) release(&b);
-  pthread_mutex_unlock(&lock);
-  if (!found) return fail(cudaErrorInvalidValue);
-  struct freed *f = malloc(sizeof *f);
-  *f = (struct freed){{unmap}, b.begin, b.size};
-  return enqueue(stream_of(s), 0, 0, &f->effect);
-}
-cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device) {
-  *pool = (cudaMemPool_t)pools[device];
-  return 0;
-}
-cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t keep) {
-  pthread_mutex_lock(&lock);
-  trim((uint64_t(*)[cudaMemPoolAttrUsedMemHigh + 1]) pool - pools, keep);
-  pthread_mutex_unlock(&lock);
-  return 0;
-}
-static int is_flag(enum cudaMemPoolAttr a) { return a < cudaMemPoolAttrReleaseThreshold; } // which memory is used again
-cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr a, void *value) {
-  pthread_mutex_lock(&lock);
-  memcpy(value, (uint64_t *)pool + a, is_flag(a) ? sizeof(int) : sizeof(uint64_t));
-  pthread_mutex_unlock(&lock);
-  return 0;
-}
-cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr a, void *value) {
-  uint64_t *is = (uint64_t *)pool;
-  pthread_mutex_lock(&lock);
-  if (a > cudaMemPoolAttrReleaseThreshold)
-    is[a] = is[a - 1]; // a high-water mark, back to what is there now
-  else
-    memcpy(is + a, value, is_flag(a) ? sizeof(int) : sizeof(uint64_t));
-  pthread_mutex_unlock(&lock);
-  return 0;
-}
 
 // The driver's calls for memory that is mapped piece by piece, on which torch's expandable segments stand.
 struct piece {
@@ -330,7 +243,7 @@ int cuMemCreate(struct piece **piece, size_t size, const struct properties *p, u
   if (usable()) return 719;
   pthread_mutex_lock(&lock);
   activate(device);
-  full = !reserve(device, size, ON_DEVICE);
+  full = !reserve(device, size);
   pthread_mutex_unlock(&lock);
   if (full) return 2; // CUDA_ERROR_OUT_OF_MEMORY
   *piece = malloc(sizeof **piece);

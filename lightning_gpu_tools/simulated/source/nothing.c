@@ -3,7 +3,7 @@
 #define NOTHING(name) \
   int name(void) { return 0; }
 NOTHING(__cudaRegisterFatBinaryEnd) NOTHING(__cudaUnregisterFatBinary) NOTHING(__cudaRegisterVar)
-NOTHING(cudaDeviceEnablePeerAccess) NOTHING(cudaFuncSetAttribute) NOTHING(cudaMemPoolSetAccess)
+NOTHING(cudaDeviceEnablePeerAccess) NOTHING(cudaFuncSetAttribute)
 NOTHING(cudaMemcpyToSymbol) NOTHING(cudaProfilerStart) NOTHING(cudaProfilerStop) NOTHING(cudaStreamDestroy)
 NOTHING(cudaThreadExchangeStreamCaptureMode) NOTHING(cudaGraphDestroy) NOTHING(cudaGraphExecDestroy)
 NOTHING(cudaUserObjectRelease) NOTHING(cudaGraphRetainUserObject)
