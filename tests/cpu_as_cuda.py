@@ -21,7 +21,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
 from lightning_gpu_tools.gpus.readings import GpuReading
-from lightning_gpu_tools.selection.visibility import visible_gpus
+from lightning_gpu_tools.selection.cuda import visible_gpus
 from lightning_gpu_tools.trainer.strategies import FreeMemoryStrategy
 
 _state = SimpleNamespace(seen=None)  # the UUIDs that CUDA saw when it started
@@ -70,7 +70,7 @@ def uuids() -> list[str]:
         )
         for index, one in enumerate(machine["gpus"] if not machine["library_missing"] else [])
     ]
-    found = [str(gpu.uuid) for gpu in visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), None, list)]
+    found = [str(gpu.uuid) for gpu in visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))]
     # CUDA shows a process only the first MIG instance, and nothing else.
     return [uuid for uuid in found if uuid.startswith("MIG-")][:1] or found
 

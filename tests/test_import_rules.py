@@ -37,7 +37,6 @@ PURE = [
     "advice/causes/*/*",
     "memory/readings",
     "selection/ranking",
-    "selection/visibility",
     "checkpoints/key_*",
     "checkpoints/inert_pickle",
     "dry_run/result",

@@ -17,7 +17,7 @@ from lightning_gpu_tools.gpus.readings import FOREIGN, GpuClaim, GpuProcess, Gpu
 from lightning_gpu_tools.processes import INIT
 from lightning_gpu_tools.selection import claims as all_claims
 from lightning_gpu_tools.selection import cuda
-from lightning_gpu_tools.selection.ranking import Request, effective_free_bytes, is_outdated, rank_gpus
+from lightning_gpu_tools.selection.ranking import Request, effective_free_bytes, rank_gpus
 from lightning_gpu_tools.units import format_bytes, format_duration, line_width, printable
 
 if TYPE_CHECKING:
@@ -225,8 +225,6 @@ def _use(gpu: GpuReading) -> str:
         return f"{len(gpu.mig_instances)} MIG instances"
     rejections = rank_gpus([gpu], (), Request(), torch=cuda.installed_torch([gpu])).rejections
     lines = [f"cannot be used: {printable(rejection.reason, 300)}" for rejection in rejections]
-    if not lines and is_outdated(gpu):
-        lines = ["picked last: its compute capability is too old for torch's wheels on PyPI"]
     if gpu.processes is None and not lines:
         return "?"
     for one in gpu.processes or ():

@@ -98,7 +98,7 @@ def select(args: argparse.Namespace, *, claim: bool, group: str | None = None) -
         say(origin)
     options = {name: getattr(args, name) for name in OPTIONS if name != "claim"}
     try:
-        request = Request(1 if args.count is None else args.count, claim=claim, **options)
+        request = Request(1 if args.count is None else args.count, claim=claim, **options).checked()
     except ValueError as error:
         args.parser.error(str(error))
     try:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     asked = args.exclusive or any(value is not None for value in values)
     if asked or not args.advise:
         count, group = args.count or 1, None
-        launch = find_launch(os.environ, has_mpi4py=True)
+        launch = find_launch(os.environ, of_lightning=False)
         if launch and 1 < (launch.processes or 1) <= count:  # each of them gets one or more of the GPUs
             group = launch.group(count)
         selection = select(args, claim=True, group=group)

@@ -39,7 +39,7 @@ from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.run_gpus import gpu_readings, read_driver
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
-from lightning_gpu_tools.selection.visibility import whole_or_instances
+from lightning_gpu_tools.selection.cuda import whole_or_instances
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UNEXPLAINED, VALIDATION
 from lightning_gpu_tools.training.source_lines import line_in, stack_of

@@ -18,7 +18,7 @@ from lightning_gpu_tools.gpus.readings import GpuReading, weighted_mean
 from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
 from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.runs.run import Run
-from lightning_gpu_tools.selection.visibility import shown_uuid
+from lightning_gpu_tools.selection.cuda import shown_uuid
 from lightning_gpu_tools.training.background import SafeReader
 
 

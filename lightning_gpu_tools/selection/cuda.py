@@ -1,4 +1,10 @@
-"""Facts that only CUDA and torch know, found without starting CUDA or importing torch in this process."""
+"""What CUDA and torch do with the GPUs, found without starting CUDA or importing torch in this process.
+
+The rules for ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER`` are those of the CUDA programming guide, "Environment
+variables", and of the MIG user guide, "Device names". For repeated entries, blanks, and text after a number, which
+neither covers, they are those of PyTorch's parser (``torch/cuda/__init__.py``). Its authors compared it with driver
+525.60.13 (pytorch PR 92315).
+"""
 
 from __future__ import annotations
 
@@ -9,14 +15,16 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from lightning_gpu_tools.errors import LightningGpuToolsError
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.processes import read_kernel_file
 from lightning_gpu_tools.selection.ranking import TorchBuild
-from lightning_gpu_tools.units import printable
+from lightning_gpu_tools.units import plural, printable
 
+_T = TypeVar("_T")
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED, cuda.h
 _LIMIT_S = 10.0  # our default: CUDA starts in one or two seconds, and other jobs wait for the claims until then
 _LIBRARY = "libcuda.so.1"
@@ -39,6 +47,86 @@ _ARCHITECTURES = re.compile(rb"\0(sm_\d+[af]?(?: (?:sm|compute)_\d+[af]?)*)\0")
 _OLDEST, _NEWEST = (8, 0), (9, 0)
 _WHEEL = re.compile(r"\d+\.\d+\.\d+\+cu\d+")
 _VERSION = re.compile(r"^(__version__|cuda)\b.*= '(.+)'", re.MULTILINE)
+
+
+def _entries(text: str) -> list[int | str | None]:
+    """Return all entries, numbers or (prefixes of) UUIDs; ``None`` for each that cannot name a device.
+
+    One that differs in kind from the first cannot. Any text may follow a number (``"1gpu2"`` is 1).
+    """
+    for prefix in ("GPU-", "MIG-"):
+        if text.startswith(prefix):
+            # Blanks matter here: " GPU-b" does not begin with "GPU-".
+            return [entry if entry.startswith(prefix) else None for entry in text.split(",")]
+    numbers = [re.match(r"[+-]?\d+", entry.strip()) for entry in text.split(",")]
+    return [int(match[0]) if match and int(match[0]) >= 0 else None for match in numbers]
+
+
+def visible_gpus(
+    gpus: Sequence[GpuReading], cuda_visible_devices: str | None, order: str | None = "PCI_BUS_ID"
+) -> tuple[GpuReading, ...]:
+    """Return the GPUs and MIG instances that a program may use, in CUDA's order.
+
+    A GPU in MIG mode stands for all its instances: CUDA shows a process only the first, but any of them by UUID.
+    ``gpus`` are all GPUs of the machine in PCI order; ``order`` is the value of ``CUDA_DEVICE_ORDER``.
+    """
+    if cuda_visible_devices is None:
+        return whole_or_instances(gpus)
+    # CUDA ignores the entries after one that it cannot use.
+    entries: tuple[int | str, ...] = _distinct_until_none(_entries(cuda_visible_devices))
+    numbered = gpus
+    # GPUs of the same product are in PCI order in both modes.
+    if order != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1 and entries and isinstance(entries[0], int):
+        by_uuid = {gpu.uuid: gpu for gpu in gpus}
+        numbered = [by_uuid[uuid] for uuid in device_order() if uuid in by_uuid]
+
+    def find(entry: int | str) -> GpuReading | None:
+        if isinstance(entry, int):
+            return numbered[entry] if entry < len(numbered) else None
+        devices = [device for gpu in gpus for device in (gpu, *gpu.mig_instances)]
+        matches = [device for device in devices if device.uuid and device.uuid.startswith(entry)]
+        return matches[0] if len(matches) == 1 else None
+
+    return whole_or_instances(_distinct_until_none(map(find, entries)))
+
+
+def few_visible(cuda_visible_devices: str, visible: int, gpus: int) -> str:
+    """Return a sentence on a mask that shows too few of the machine's GPUs."""
+    shown = f"CUDA_VISIBLE_DEVICES={cuda_visible_devices!r} shows {visible or 'none'}"
+    return f"{shown} of this machine's {plural(gpus, 'GPU')}. Correct it, or unset it."
+
+
+def shown_uuid(gpus: Sequence[GpuReading], cuda_visible_devices: str | None, cuda_uuid: str) -> str:
+    """Return the driver's UUID of the MIG instance that is this process's only CUDA device.
+
+    ``cuda_uuid`` is CUDA's UUID of the device, without a prefix: the UUID of the instance or, in older versions, of its
+    GPU. Without ``gpus``, the mask must contain the full UUID.
+    """
+    gpu_of = {str(part.uuid): gpu.uuid for gpu in gpus for part in gpu.mig_instances}
+    if f"MIG-{cuda_uuid}" in gpu_of:
+        return f"MIG-{cuda_uuid}"
+    for visible in visible_gpus(gpus, cuda_visible_devices):
+        if gpu_of.get(str(visible.uuid)) == f"GPU-{cuda_uuid}":
+            return str(visible.uuid)
+    first = (cuda_visible_devices or "").split(",")[0]
+    return first if first.startswith("MIG-") else f"GPU-{cuda_uuid}"
+
+
+def whole_or_instances(gpus: Iterable[GpuReading]) -> tuple[GpuReading, ...]:
+    """Return the GPUs, with GPUs in MIG mode replaced by their instances."""
+    return tuple(part for gpu in gpus for part in (gpu.mig_instances or (gpu,)))
+
+
+def _distinct_until_none(items: Iterable[_T | None]) -> tuple[_T, ...]:
+    """Return the items before the first ``None``; empty if an item is repeated."""
+    found: list[_T] = []
+    for item in items:
+        if item is None:
+            break
+        if item in found:
+            return ()
+        found.append(item)
+    return tuple(found)
 
 
 def is_initialized() -> bool:

@@ -15,6 +15,7 @@ from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError, CudaAlrea
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuReading, GpuWaiter
 from lightning_gpu_tools.selection import claims, cuda
+from lightning_gpu_tools.selection.cuda import whole_or_instances
 from lightning_gpu_tools.selection.ranking import (
     Ranking,
     Rejection,
@@ -27,7 +28,6 @@ from lightning_gpu_tools.selection.ranking import (
     rank_gpus,
     why_picked,
 )
-from lightning_gpu_tools.selection.visibility import visible_gpus, whole_or_instances, why_fewer
 from lightning_gpu_tools.units import format_duration, plural
 
 if TYPE_CHECKING:
@@ -35,11 +35,10 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+# Our defaults: the first job in the queue polls about once a second, and the n-th one every n seconds, because others
+# come first.
 _POLL_AFTER_S = 0.8
 _POLL_JITTER_S = 0.4  # random, so that waiting processes do not poll in lockstep
-# Our default: the first job in the queue uses at most a 150th of a core for polling. The n-th job uses an n-th of that,
-# because others come first. 200 jobs waiting on a server with 112 MIG instances took 8% of a core together.
-_MAX_LOAD = 1 / 150
 _MAX_POLL_AFTER_S = 300.0
 _ANNOUNCE_EVERY_S = 60.0
 _FULL_UUID = re.compile(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -95,9 +94,6 @@ class GpuSelection:
             self._claim.release()
 
     def __repr__(self) -> str:
-        return f"GpuSelection(gpus={self.gpus!r}, reason={self.reason!r})"
-
-    def __str__(self) -> str:
         return self.reason or f"{self.cuda_visible_devices}, which another process of this job has picked"
 
     def __enter__(self) -> GpuSelection:
@@ -107,25 +103,13 @@ class GpuSelection:
         self.release()
 
 
-_applied: set[str] = set()  # values of CUDA_VISIBLE_DEVICES that this process has set
-
-
 def show_gpus(uuids: Sequence[str]) -> None:
     """Set ``CUDA_VISIBLE_DEVICES``; nothing else in the package does."""
-    mask, before = ",".join(uuids), os.environ.get("CUDA_VISIBLE_DEVICES")
-    _applied.add(mask)
-    if before == mask:
-        return
-    if cuda.is_initialized():
+    mask = ",".join(uuids)
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != mask and cuda.is_initialized():
         raise CudaAlreadyInitializedError(
             "CUDA has already started in this process and has read CUDA_VISIBLE_DEVICES. Pick the GPUs before anything "
             "uses CUDA, including torch.cuda.is_available(), which can start it."
-        )
-    if before in _applied:
-        count = len({*uuids, *before.split(",")})
-        claims.warn(
-            f"This process was restricted to {before}. From now on, all its threads see only {mask}. To use these GPUs "
-            f"together, pick them together: select_gpus({count}).apply(). Or start a process for each selection."
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = mask
 
@@ -178,16 +162,8 @@ def select_gpus(
             is only a warning, and the GPUs are not claimed.
         ValueError: An option is out of range.
     """
-    request = Request(
-        count,
-        min_free=min_free,
-        max_utilization=max_utilization,
-        exclusive=exclusive,
-        name=name,
-        wait=wait,
-        claim=claim,
-    )
-    return pick(request, Attempt.choose)
+    request = Request(count, min_free, max_utilization, exclusive, name, wait, claim)
+    return pick(request.checked(), Attempt.choose)
 
 
 class Attempt:
@@ -230,7 +206,7 @@ class Attempt:
             by_uuid = {gpu.uuid: gpu for gpu in whole_or_instances(self.gpus)}
             return tuple(by_uuid[uuid] for uuid in self.among if uuid in by_uuid)
         mask, order = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")
-        return visible_gpus(self.gpus, mask, order, cuda.device_order)
+        return cuda.visible_gpus(self.gpus, mask, order)
 
     @property
     def visible_uuids(self) -> tuple[str, ...]:
@@ -322,15 +298,12 @@ class Attempt:
         rejections = [*ranking.rejections, *hidden]
         rejections.sort(key=lambda rejection: (rejection.gpu.index, rejection.gpu.mig_index or 0))
         message = f"Asked for {plural(count, 'GPU')}, but "
-        why = "" if mask is None or self.among is not None else why_fewer(self.gpus, mask)
-        shown = f"CUDA_VISIBLE_DEVICES={mask!r} shows {len(visible) or 'none'}: {why}. Correct it, or unset it."
         if not self.gpus:
             message += "the NVIDIA driver lists none."
-        elif why and not visible:
-            message += shown
         else:
             message += f"{len(ranking.candidates)} of {plural(len(visible), 'visible GPU')} can be used."
-            message += f" {shown}" if why else ""
+            if mask is not None and self.among is None and len(visible) < count:
+                message += f" {cuda.few_visible(mask, len(visible), len(self.gpus))}"
         message = "\n  ".join([message, *folded_reasons(rejections)])
         return NotEnoughGpusError(message, count, [str(rejection) for rejection in rejections])
 
@@ -366,7 +339,6 @@ def pick(
         if request.promises or waits:
             claims.warn_if_private()
         while True:
-            started_cpu_s = time.thread_time()
             with _ledger(waits or request.claim or group is not None) as (ledger, problem):
                 if isinstance(problem, ClaimsLockedError) and time.monotonic() < give_up_s:
                     claims.warn_once(f"{problem} Waiting for the lock.")
@@ -395,21 +367,18 @@ def pick(
                 announced_s = now_s
                 queue = f", behind {plural(len(ahead), 'other job')}" if ahead else ""
                 claims.warn(f"Waiting for up to {format_duration(give_up_s - now_s)}{queue}. {reasons}")
-            cost_s = time.thread_time() - started_cpu_s
-            _sleep(now_s, give_up_s, cost_s, ahead)
+            _sleep(now_s, give_up_s, ahead)
 
 
-def _sleep(polled_s: float, give_up_s: float, cost_s: float, ahead: Sequence[GpuWaiter]) -> None:
+def _sleep(polled_s: float, give_up_s: float, ahead: Sequence[GpuWaiter]) -> None:
     """Sleep until the next poll is due: sooner with fewer jobs ahead, and at once if none is left."""
-    is_first = not ahead
-    while (now_s := time.monotonic()) < give_up_s:
-        poll_after_s = max(_POLL_AFTER_S, (1 + len(ahead)) * cost_s / _MAX_LOAD)
-        left_s = polled_s + min(_MAX_POLL_AFTER_S, poll_after_s) - now_s
-        if left_s <= 0 or (not ahead and not is_first):
-            return
+    while True:
         pause_s = _POLL_AFTER_S + _POLL_JITTER_S * os.urandom(1)[0] / 255
-        time.sleep(min(pause_s, give_up_s - now_s))
+        time.sleep(max(0.0, min(pause_s, give_up_s - time.monotonic())))
         ahead = claims.still_waiting(ahead)
+        next_poll_s = polled_s + min(_MAX_POLL_AFTER_S, len(ahead) * _POLL_AFTER_S)
+        if time.monotonic() >= min(next_poll_s, give_up_s):
+            return
 
 
 def _prefixed(error: NotEnoughGpusError, sentence: str) -> NotEnoughGpusError:

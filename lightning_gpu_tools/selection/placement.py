@@ -17,26 +17,18 @@ from lightning_gpu_tools.gpus.readings import GpuClaim, folded_claims
 from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.picking import Attempt, list_gpus, pick, show_gpus
 from lightning_gpu_tools.selection.ranking import Request
-from lightning_gpu_tools.selection.visibility import visible_gpus
 
 # Launchers that Lightning detects, in its order, except Kubeflow, which starts one process per container. Fields:
-# the program; the variables for the number of local processes and for the local rank; variables that identify the job.
-# Their values change when the job restarts, because a restarted job picks again.
+# the program; the variable for the number of local processes; variables that identify the job. Their values change when
+# the job restarts, because a restarted job picks again.
 _LAUNCHERS = (
     (
         "torchrun",
         "LOCAL_WORLD_SIZE",
-        "LOCAL_RANK",
         ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
     ),
-    (
-        "srun",
-        "SLURM_STEP_TASKS_PER_NODE",
-        "SLURM_LOCALID",
-        ("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT"),
-    ),
-    # Its PMIx server names the job.
-    ("mpirun", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("PMIX_NAMESPACE",)),
+    ("srun", "SLURM_STEP_TASKS_PER_NODE", ("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT")),
+    ("mpirun", "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE",)),  # its PMIx server names the job
 )
 
 
@@ -45,9 +37,7 @@ class Launch(NamedTuple):
 
     program: str
     processes: int | None  # None: unknown
-    local_rank: str
     job: tuple[str, ...]  # identical for these processes and for no other on this machine
-    needs: str | None = None  # missing requirement without which Lightning trains in each process separately
 
     def group(self, gpus: int) -> str:
         """Return a name for their shared choice of this number of GPUs."""
@@ -55,30 +45,29 @@ class Launch(NamedTuple):
         return " ".join([platform.node(), *self.job, f"devices={gpus}"])
 
 
-def find_launch(environ: Mapping[str, str], *, has_mpi4py: bool) -> Launch | None:
-    """Return the launcher of this process, preferably one that Lightning recognizes; ``None`` if there is none."""
-    unrecognized = None
-    for program, count, rank, names in _LAUNCHERS:
+def find_launch(environ: Mapping[str, str], *, of_lightning: bool = True) -> Launch | None:
+    """Return the launcher of this process; ``None`` if there is none.
+
+    ``of_lightning`` leaves out those whose processes Lightning would train separately.
+    """
+    for program, count, names in _LAUNCHERS:
         if not {count, names[0]} <= environ.keys():
+            continue
+        # Lightning takes such jobs for interactive shells, see SLURMEnvironment.detect, and needs mpi4py for MPI.
+        is_shell = program == "srun" and environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+        lacks_mpi = program == "mpirun" and importlib.util.find_spec("mpi4py") is None
+        if of_lightning and (is_shell or lacks_mpi):
             continue
         job = [environ.get(name, "") for name in names]
         if program == "torchrun":
             # <folder of this start>/<rank>/error.json. Ranks of an earlier start may still exist with the same names.
             job.append(environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/")[0].rpartition("/")[0])
         node = int(environ["SLURM_NODEID"]) if program == "srun" else 0
-        needs = "the package mpi4py" if program == "mpirun" and not has_mpi4py else None
-        if program == "srun" and environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
-            # Lightning takes this for an interactive shell, see SLURMEnvironment.detect.
-            needs = f"a job name other than {environ['SLURM_JOB_NAME']!r}: put SLURM_JOB_NAME=train before srun"
-        launch = Launch(program, _processes(environ[count], node), environ.get(rank, ""), tuple(job), needs)
-        if needs is None:
-            return launch
-        if launch.processes != 1:
-            unrecognized = unrecognized or launch
+        return Launch(program, _processes(environ[count], node), tuple(job))
     if {"LOCAL_RANK", "MASTER_PORT"} <= environ.keys():  # set by Lightning's DDP, or by hand
         job = [environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")]
-        return Launch("", None, environ["LOCAL_RANK"], tuple(job))
-    return unrecognized
+        return Launch("", None, tuple(job))
+    return None
 
 
 def _processes(counts: str, node: int) -> int:
@@ -113,7 +102,7 @@ def how_many(request: Request) -> int:
 
     The result is at least 1, because a request for 1 GPU reports the reasons if none qualifies.
     """
-    return pick(request.but(claim=False, wait=None), _how_many)
+    return pick(request._replace(claim=False, wait=None), _how_many)
 
 
 def count_devices() -> int:
@@ -126,7 +115,7 @@ def count_devices() -> int:
     if not mask.startswith("MIG-") or torch.version.cuda is None or cuda.is_initialized():
         return int(torch.cuda.device_count())  # by NVML, but not under a mask of MIG instances
     try:
-        return min(1, len(visible_gpus(list_gpus(), mask, "PCI_BUS_ID", list)))
+        return min(1, len(cuda.visible_gpus(list_gpus(), mask)))
     except NvmlUnavailableError:
         return 0
 
@@ -138,7 +127,7 @@ def _place(devices: int, attempt: Attempt) -> list[int]:
         return _use(own.uuids, attempt)
     uuids = attempt.visible_uuids
     count = _how_many(attempt) if devices == -1 else devices
-    attempt.request = attempt.request.but(count=count)
+    attempt.request = attempt.request._replace(count=count)
     # CUDA shows a process only one MIG instance, so several visible instances are not several devices.
     divided = count > 1 and any(uuid.startswith("MIG-") for uuid in uuids)
     is_granted = len(uuids) == count or (len(uuids) < count and _launcher_group(devices) is not None)
@@ -171,7 +160,7 @@ def _check(devices: Sequence[int], attempt: Attempt) -> list[int]:
         _join(own, attempt)
     else:
         attempt.among = wanted
-        attempt.request = attempt.request.but(count=len(devices))
+        attempt.request = attempt.request._replace(count=len(devices))
         _choose(attempt, " They were requested by number.")
     return list(devices)
 
@@ -191,30 +180,17 @@ def _how_many(attempt: Attempt) -> int:
     divided = any(uuid.startswith("MIG-") for uuid in attempt.visible_uuids)
     if "CUDA_VISIBLE_DEVICES" in os.environ and attempt.visible_uuids and not divided:
         return len(attempt.visible_uuids)
-    launch = _launch()
+    launch = find_launch(os.environ)
     if launch and launch.processes:
         return launch.processes
     # With several, MIG instances do not qualify, because they cannot be combined.
-    several = attempt.request.but(count=2)
+    several = attempt.request._replace(count=2)
     return max(1, len(attempt.rank(several).candidates))
-
-
-def _launch() -> Launch | None:
-    """Return the launcher that started this process together with others of the same training."""
-    launch = find_launch(os.environ, has_mpi4py=importlib.util.find_spec("mpi4py") is not None)
-    if launch is None or launch.processes == 1 or not launch.needs:
-        return launch
-    if launch.local_rank == "0":
-        claims.warn_once(
-            f"{launch.program} started {launch.processes} processes on this machine, but Lightning trains in each of "
-            f"them separately, on separate GPUs. To train in all of them together, Lightning needs {launch.needs}."
-        )
-    return None
 
 
 def _launcher_group(devices: int) -> str | None:
     """Return a name for the processes that a launcher started here for this training; ``None`` for a single process."""
-    launch = _launch()
+    launch = find_launch(os.environ)
     if launch is None or (launch.processes or devices) == 1:
         return None
     return launch.group(devices)
@@ -235,12 +211,11 @@ def _claim_granted(attempt: Attempt) -> None:
                 return
         rivals = ledger.rivals(uuids, "exclusive" if attempt.request.exclusive else "whole", claims.own_jobs())
         if rivals:
-            exclusive = [claim for claim in rivals if claim.kind == "exclusive"]
-            taken = sorted(uuid for uuid in uuids if any(claim.is_on(uuid) for claim in exclusive or rivals))
+            taken = [uuid for uuid in uuids if any(claim.is_on(uuid) for claim in rivals)]
             claims.warn_once(
-                f"CUDA_VISIBLE_DEVICES gives this job {', '.join(taken)}, which "
-                f"{', '.join(folded_claims(exclusive or rivals, str))} has claimed{' exclusively' * bool(exclusive)}. "
-                "Both jobs now use it. To avoid this, pick the GPUs with this package."
+                f"CUDA_VISIBLE_DEVICES gives this job {', '.join(sorted(taken))}, which "
+                f"{', '.join(folded_claims(rivals, str))} has claimed. Both jobs now use it. To avoid this, pick the "
+                "GPUs with this package."
             )
         claims.adopt_job(attempt.take(uuids, share=bool(rivals)).job)
     except ClaimsError as error:

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from lightning_gpu_tools.gpus.readings import (
     FOREIGN,
@@ -33,41 +33,34 @@ OPTIONS = {
 }
 
 
-class Request:
-    """A job's request; options as in :func:`lightning_gpu_tools.select_gpus`. Raises ``ValueError`` if out of range."""
+class Request(NamedTuple):
+    """A job's request, with the options of :func:`lightning_gpu_tools.select_gpus`."""
 
-    def __init__(
-        self,
-        count: int = 1,
-        *,
-        min_free: int | str | None = None,
-        max_utilization: float | None = None,
-        exclusive: bool = False,
-        name: str | None = None,
-        wait: float | str | None = None,
-        claim: bool = True,
-    ) -> None:
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"count must be an integer of at least 1, got {count!r}.")
-        for option, value in (("exclusive", exclusive), ("claim", claim)):
+    count: int = 1  # type: ignore[assignment]  # tuples have a method of this name, which nobody needs here
+    min_free: int | str | None = None
+    max_utilization: float | None = None
+    exclusive: bool = False
+    name: str | None = None
+    wait: float | str | None = None
+    claim: bool = True
+
+    def checked(self) -> "Request":
+        """Return the request; raise ``ValueError`` if an option is out of range."""
+        if not isinstance(self.count, int) or isinstance(self.count, bool) or self.count < 1:
+            raise ValueError(f"count must be an integer of at least 1, got {self.count!r}.")
+        for option, value in (("exclusive", self.exclusive), ("claim", self.claim)):
             if value not in (True, False):
                 raise ValueError(f"{option} must be True or False, got {value!r}.")
-        if max_utilization is not None:
-            check_percentage(max_utilization, "max_utilization")
-        if name is not None and not (isinstance(name, str) and name.strip()):
-            raise ValueError(f'name must be a part of a model\'s name like "A100", got {name!r}.')
-        self.count = count
-        self.min_free = min_free
-        self.max_utilization = max_utilization
-        self.exclusive = exclusive
-        self.name = name
-        self.wait = wait
-        self.claim = claim
+        if self.max_utilization is not None:
+            check_percentage(self.max_utilization, "max_utilization")
+        if self.name is not None and not (isinstance(self.name, str) and self.name.strip()):
+            raise ValueError(f'name must be a part of a model\'s name like "A100", got {self.name!r}.')
+        if self.min_free == LAST_RUN:
+            raise ValueError(
+                "min_free='last' is only for the command line, the accelerator and strategies. Give a size."
+            )
         _ = self.min_free_bytes, self.wait_s  # raises if they are invalid
-
-    def but(self, **changes: Any) -> "Request":
-        """Return the same request with other options."""
-        return Request(**{**vars(self), **changes})
+        return self
 
     @property
     def promises(self) -> bool:
@@ -77,10 +70,6 @@ class Request:
     @property
     def min_free_bytes(self) -> int | None:
         """Effective free memory that each GPU must have; ``None`` if there is no requirement."""
-        if self.min_free == LAST_RUN:
-            raise ValueError(
-                "min_free='last' is only for the command line, the accelerator and strategies. Give a size."
-            )
         return None if self.min_free is None else parse_bytes(self.min_free, "min_free")
 
     @property
@@ -90,7 +79,7 @@ class Request:
 
 
 def documented(cls: _Class) -> _Class:
-    """Add the options to the docstring of a class that takes them."""
+    """Add the options to the arguments in the docstring of a class that takes them."""
     import inspect  # not needed for a pick
 
     text = inspect.cleandoc(cls.__doc__ or "")
@@ -104,9 +93,6 @@ def documented(cls: _Class) -> _Class:
 # Source: nvitop's default threshold between light and moderate load (--gpu-util-thresh). It is a threshold, not a
 # scale, because one percent of noise must not outweigh 20 GiB of memory.
 BUSY_FROM_PERCENT = 10.0
-# PyPI's wheels of torch 2.6 (CUDA 12.4) and later. Source: torch.cuda.PYTORCH_RELEASES_CODE_CC, and its history.
-_OLDEST_CAPABILITY = (5, 0)
-_MAX_REASONS = 16  # our default: a message with 16 reasons fits on a screen of 24 lines
 
 
 class Candidate(NamedTuple):
@@ -117,21 +103,16 @@ class Candidate(NamedTuple):
     whole_claims: int  # number of jobs that have claimed the whole GPU
 
     @property
-    def tier(self) -> tuple[bool, bool, int, int]:
-        """Criteria before memory: not outdated, known memory, fewer claims, then idle before busy before unknown."""
+    def tier(self) -> tuple[bool, int, int]:
+        """Criteria before memory: known memory, fewer claims, then idle before busy before unknown."""
         percent = self.gpu.utilization_percent
         load = 2 if percent is None else 1 if percent >= BUSY_FROM_PERCENT else 0
-        return (is_outdated(self.gpu), self.effective_free_bytes is None, self.whole_claims, load)
+        return (self.effective_free_bytes is None, self.whole_claims, load)
 
     @property
     def order(self) -> tuple[object, ...]:
         """Sort key, best first: tier, then most effective free memory, then the higher index."""
         return (*self.tier, -(self.effective_free_bytes or 0), -self.gpu.index, self.gpu.uuid or "")
-
-
-def is_outdated(gpu: GpuReading) -> bool:
-    """Return whether none of torch's wheels on PyPI has code for a GPU. Which build will use it may be unknown."""
-    return gpu.compute_capability is not None and gpu.compute_capability < _OLDEST_CAPABILITY
 
 
 class TorchBuild(NamedTuple):
@@ -268,15 +249,11 @@ def label(gpu: GpuReading) -> str:
 
 
 def folded_reasons(rejections: Sequence[Rejection]) -> list[str]:
-    """Return each reason once, with its GPUs. If there are many, return only the first ones."""
+    """Return each reason once, with its GPUs."""
     rejected: dict[str, list[GpuReading]] = {}
     for gpu, reason in rejections:
         rejected.setdefault(reason, []).append(gpu)
-    sentences = [f"{_labels(gpus)}: {reason}" for reason, gpus in rejected.items()]
-    if len(sentences) <= _MAX_REASONS:
-        return sentences
-    others = [gpu for gpus in [*rejected.values()][_MAX_REASONS - 1 :] for gpu in gpus]
-    return [*sentences[: _MAX_REASONS - 1], f"{_labels(others)}: for other reasons, see `lightning-gpu-tools gpus`"]
+    return [f"{_labels(gpus)}: {reason}" for reason, gpus in rejected.items()]
 
 
 def _labels(gpus: Sequence[GpuReading]) -> str:
@@ -303,7 +280,7 @@ def _objections(
     candidate: Candidate, others: list[GpuProcess] | None, claims: Sequence[GpuClaim], request: Request
 ) -> Iterator[str]:
     """Yield a reason for each requirement that the GPU does not meet. Unknown values meet no requirement."""
-    gpu = candidate.gpu
+    gpu, free, percent = candidate.gpu, candidate.effective_free_bytes, candidate.gpu.utilization_percent
     if gpu.error or not gpu.uuid:
         yield gpu.error or "the driver does not report its UUID"
         return
@@ -315,39 +292,25 @@ def _objections(
         # https://github.com/NVIDIA/nccl/issues/1716: NCCL has no support for MIG.
         limit = "CUDA shows a process only one MIG instance, and NCCL does not support MIG"
         yield f"{limit}, so it cannot be one of {request.count}"
+    users = f"{_describe(others[0])}{f' and {len(others) - 1} more' * (len(others) > 1)}" if others else ""
     # A driver that does not report the mode (WSL, some vGPUs) has none to set, so unknown counts as "default".
     if gpu.compute_mode == "prohibited":
         yield "compute mode PROHIBITED; an administrator can change it with `nvidia-smi -c DEFAULT`"
     elif gpu.compute_mode == "exclusive_process" and others != []:
-        user = _describe(others[0]) if others else "processes that are not visible"
-        yield f"compute mode EXCLUSIVE_PROCESS and in use by {user}"
+        yield f"compute mode EXCLUSIVE_PROCESS and in use by {users or 'processes that are not visible'}"
     exclusive = [claim for claim in claims if claim.kind == "exclusive"]
     if exclusive:
         yield f"claimed exclusively by {', '.join(folded_claims(exclusive, str))}"
     elif request.exclusive and claims:
         yield f"claimed by {', '.join(folded_claims(claims, str))}, but exclusive asks for a GPU without claims"
-    yield from _shortages(candidate, request)
-    if not request.exclusive:
-        return
-    if others is None:
-        yield "its processes cannot be read, so it may be in use"
-    elif others:
-        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-        yield f"in use by {_describe(others[0])}{more}"
-    elif not gpu.processes and (gpu.utilization_percent or 0) >= BUSY_FROM_PERCENT:  # as seen from a container
-        yield f"{gpu.utilization_percent:.0f}% busy although no process is visible from here"
-
-
-def _shortages(candidate: Candidate, request: Request) -> Iterator[str]:
-    if request.name is not None and request.name.strip().lower() not in (candidate.gpu.name or "").lower():
-        yield f"is {candidate.gpu.name or 'a GPU without a name'}, asked for {request.name.strip()}"
-    free, percent = candidate.effective_free_bytes, candidate.gpu.utilization_percent
+    if request.name is not None and request.name.strip().lower() not in (gpu.name or "").lower():
+        yield f"is {gpu.name or 'a GPU without a name'}, asked for {request.name.strip()}"
     if request.min_free_bytes is not None:
         asked = f"asked for {format_bytes(request.min_free_bytes)}"
         if free is None:
             yield f"does not report its free memory, {asked}"
         elif free < request.min_free_bytes:
-            claimed = (candidate.gpu.memory_free_bytes or 0) - free
+            claimed = (gpu.memory_free_bytes or 0) - free
             detail = f" ({format_bytes(claimed)} more are claimed)" if claimed else ""
             yield f"{format_bytes(free)} free{detail}, {asked}"
     if request.max_utilization is not None:
@@ -356,6 +319,13 @@ def _shortages(candidate: Candidate, request: Request) -> Iterator[str]:
             yield f"does not report its utilization, {asked}"
         elif percent > request.max_utilization:
             yield f"{percent:.0f}% busy, {asked}"
+    if request.exclusive:
+        if others is None:
+            yield "its processes cannot be read, so it may be in use"
+        elif others:
+            yield f"in use by {users}"
+        elif not gpu.processes and (percent or 0) >= BUSY_FROM_PERCENT:  # as seen from a container
+            yield f"{percent:.0f}% busy although no process is visible from here"
 
 
 # Our default: without a memory requirement of the job, a link may cost a tenth of the memory.

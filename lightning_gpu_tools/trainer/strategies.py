@@ -24,9 +24,9 @@ from lightning_gpu_tools.errors import (
 from lightning_gpu_tools.reports.last_run import last_need
 from lightning_gpu_tools.runs.run_gpus import gpu_readings
 from lightning_gpu_tools.selection import placement
+from lightning_gpu_tools.selection.cuda import few_visible, visible_gpus
 from lightning_gpu_tools.selection.picking import list_gpus
 from lightning_gpu_tools.selection.ranking import LAST_RUN, OPTIONS, Request, documented
-from lightning_gpu_tools.selection.visibility import visible_gpus, why_fewer
 from lightning_gpu_tools.trainer.families import CUDAAccelerator, Strategy, family_of, front_of, subclass
 from lightning_gpu_tools.trainer.import_hooks import FABRICS, when_imported
 
@@ -113,7 +113,7 @@ def requested(min_free: int | str | None, **options: Any) -> Request:
     if min_free == LAST_RUN:
         min_free, origin = last_need(os.curdir, sys.argv[:1])
         rank_zero_info(origin)
-    return Request(min_free=min_free, **options)
+    return Request(min_free=min_free, **options).checked()
 
 
 def _unpickled_accelerator(cls: type[FreeMemoryCUDAAccelerator], request: Request) -> FreeMemoryCUDAAccelerator:
@@ -149,8 +149,8 @@ def why_no_cuda() -> str:
     if not gpus:
         return "The NVIDIA driver lists no GPU."
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not visible_gpus(gpus, mask, "PCI_BUS_ID", list):
-        return f"CUDA_VISIBLE_DEVICES={mask!r} shows none: {why_fewer(gpus, mask or '')}. Correct it, or unset it."
+    if mask is not None and not visible_gpus(gpus, mask):
+        return few_visible(mask, 0, len(gpus))
     return "CUDA cannot start, although the driver lists GPUs. Run `python -c 'import torch; torch.cuda.init()'`."
 
 

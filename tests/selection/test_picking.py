@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from uuid import UUID
 
@@ -80,42 +79,9 @@ def test_a_mask_that_names_nothing_is_explained_and_unset(driver: Driver, monkey
     with pytest.raises(NotEnoughGpusError) as caught:
         select_gpus()
     first = str(caught.value).splitlines()[0]
-    assert first.endswith(
-        "but CUDA_VISIBLE_DEVICES='2' shows none: it names GPU 2; there is 1 (GPU 0). Correct it, or unset it."
-    )
+    assert first.endswith("CUDA_VISIBLE_DEVICES='2' shows none of this machine's 1 GPU. Correct it, or unset it.")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert indices(select_gpus()) == [0]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(
-        NotEnoughGpusError, match=r"1 of 1 visible GPU can be used\. CUDA_VISIBLE_DEVICES='0,1' shows 1: it nam"
-    ):
-        select_gpus(2)
-
-
-APPLY_TWO = """
-import os
-from lightning_gpu_tools import select_gpus
-first, second = select_gpus(), select_gpus()  # as in two threads
-first.apply()
-first.apply()
-second.apply()
-print(os.environ["CUDA_VISIBLE_DEVICES"])
-"""
-
-
-@pytest.mark.follows("pick them together: select_gpus(")
-def test_a_second_apply_names_both_and_how_to_use_both(
-    driver: Driver, run_python: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    driver.gpus = [gpu(), gpu()]
-    first, second = uuids(driver, 1, 0)
-    answer = run_python("-c", APPLY_TWO)
-    assert answer.stdout == f"{second}\n"
-    (line,) = answer.stderr.splitlines()
-    assert line.startswith(f"This process was restricted to {first}. From now on, all its threads see only {second}. ")
-    advised = re.search(r"pick them together: (.*?\.apply\(\))\.", line)[1]
-    answer = run_python("-c", f"import os\nfrom lightning_gpu_tools import select_gpus\n{advised}\n{SHOW}")
-    assert (answer.stdout, answer.stderr) == (f"{first},{second}\n", "")
 
 
 def test_a_reason_that_many_share_is_given_once(driver: Driver) -> None:
@@ -133,20 +99,6 @@ def test_a_reason_that_many_share_is_given_once(driver: Driver) -> None:
     assert caught.value.rejected[7].startswith(f"MIG instance 6:2 ({driver.gpus[6].mig[2].uuid[:12]}…): 10.0 GiB free")
 
 
-@pytest.mark.follows("for other reasons, see `lightning-gpu-tools gpus`")
-def test_many_different_reasons_fit_a_screen(
-    driver: Driver, run_cli: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in range(40)]
-    with pytest.raises(NotEnoughGpusError) as caught:
-        select_gpus(min_free="79GiB")
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 17
-    assert lines[-1].startswith("  25 GPUs (15 to 39): for other reasons, see ")
-    shown = run_cli(*re.search("`lightning-gpu-tools (.*)`", lines[-1])[1].split()).stdout
-    assert [f"{gib}.0 GiB" in shown for gib in range(15, 40)] == [True] * 25
-
-
 def test_a_driver_without_gpus_has_not_enough(driver: Driver) -> None:
     driver.gpus = []
     assert list_gpus() == []
@@ -158,7 +110,6 @@ def test_apply_shows_this_process_and_its_children_the_gpus(driver: Driver) -> N
     driver.gpus = [gpu(memory_free="10GiB"), gpu(memory_free="20GiB"), gpu(memory_free="30GiB")]
     selection = select_gpus(2, exclusive=True)
     assert str(selection).startswith(f"Picked GPU 2 ({driver.gpus[2].uuid[:12]}…) with 30.0 GiB free, 0% busy; GPU 1 ")
-    assert repr(selection).startswith("GpuSelection(gpus=(GpuReading(index=2, ")
     selection.apply()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == selection.cuda_visible_devices
     # The job's own claim does not stand in its way, neither here nor in a child.

@@ -149,17 +149,10 @@ def test_what_would_do_once_others_have_left() -> None:
     assert attainable([full, lost, small, silent], asked) == ("GPU-0",)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("count", 0),
-        ("max_utilization", 0.8),
-        ("name", " "),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [("count", 0), ("max_utilization", 0.8), ("name", " ")])
 def test_an_impossible_requirement_is_refused_with_its_value(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"got {value!r}"):
-        Request(**{field: value})  # type: ignore[arg-type]
+        Request(**{field: value}).checked()  # type: ignore[arg-type]
 
 
 sizes = st.none() | st.integers(0, 80).map(lambda gib: gib * GIB)
@@ -261,11 +254,9 @@ CLIQUE = list(itertools.combinations((4, 5, 6, 7), 2))
     [
         pytest.param(candidates(40, 10, 39, 38), 2, [(0, 1), (2, 3)], (), [2, 3], id="joined-before-freer"),
         pytest.param(candidates(40, 30, 39, 38), 2, [], (0, 0, 1, 1), [2, 3], id="one-node-before-freer"),
-        pytest.param(candidates(40, 30, 39, 38), 2, [(0, 3)], (0, 1, 1, 0), [0, 3], id="joined-on-one-node"),
         pytest.param(candidates(40, 30, 39, 38), 2, [(0, 2)], (0, 0, 1, 1), [0, 2], id="joined-before-one-node"),
         pytest.param(candidates(*[40] * 4, *[20] * 4), 4, [*RING, *CLIQUE], (), [7, 6, 5, 4], id="the-most-joined"),
         pytest.param(candidates(40, 30, 20, busy=(1,)), 2, [(0, 1)], (), [0, 2], id="no-busy-one-for-its-link"),
-        pytest.param(candidates(40, 30, 20, claimed=(1,)), 2, [(0, 1)], (), [0, 2], id="no-claimed-one-for-its-link"),
     ],
 )
 def test_links_come_before_nodes_and_these_before_memory(
@@ -286,7 +277,6 @@ A, B = "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 2080 Ti"
         pytest.param(
             candidates(80, 11, 70, claimed=(1, 2), names=(A, B, A)), 2, [], False, [0, 2], id="like-the-unclaimed-one"
         ),
-        pytest.param(candidates(80, 40, 39, names=(A, None, None)), 2, [], False, [0, 1], id="unknown-is-no-model"),
     ],
 )
 def test_equal_models_come_before_links(
@@ -299,9 +289,3 @@ def test_equal_models_come_before_links(
 def test_a_link_costs_at_most_a_tenth_of_the_memory(gib: float, expected: list[int]) -> None:
     made = candidates(41, 40, gib, gib + 0.01)
     assert sorted(chosen(made, 2, nvlinks((2, 3)), {}, memory_matters=True)) == expected
-
-
-def test_the_order_of_links_and_equal_candidates_changes_nothing() -> None:
-    links = nvlinks((0, 1), (2, 3), (1, 2))
-    made = candidates(40, 40, 40, 40)
-    assert {tuple(chosen(made, 2, list(some), {})) for some in itertools.permutations(links)} == {(3, 2)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_gpu_tools.gpus.readings import GpuReading
-from lightning_gpu_tools.selection.visibility import shown_uuid, visible_gpus, why_fewer
+from lightning_gpu_tools.selection.cuda import shown_uuid, visible_gpus
 
 
 def machine(*uuids: str, names: tuple[str, ...] = ()) -> list[GpuReading]:
@@ -13,10 +13,6 @@ def machine(*uuids: str, names: tuple[str, ...] = ()) -> list[GpuReading]:
 
 
 FOUR = machine("GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333", "GPU-cccc4444")
-
-
-def never_asked() -> list[str]:
-    raise AssertionError("CUDA's own order plays no role here")
 
 
 @pytest.mark.parametrize(
@@ -35,24 +31,7 @@ def never_asked() -> list[str]:
     ],
 )
 def test_a_list_shows_what_cuda_shows(value: str | None, indices: list[int]) -> None:
-    assert [gpu.index for gpu in visible_gpus(FOUR, value, None, never_asked)] == indices
-
-
-@pytest.mark.parametrize(
-    ("value", "why"),
-    [
-        ("3,1", ""),
-        ("", "it hides all GPUs"),
-        ("0,9,1", "it names GPU 9; there are 4 (GPUs 0 to 3)"),
-        ("GPU-b, GPU-c", "' GPU-c' is no UUID of a GPU"),
-        ("GPU-aaaa", "2 GPUs have a UUID that begins with 'GPU-aaaa'"),
-        ("\x1b[2J", r"'\x1b[2J' is no number of a GPU"),
-    ],
-)
-def test_the_first_fault_of_a_list_is_explained(value: str, why: str) -> None:
-    assert why_fewer(FOUR, value) == why
-    listed = len(value.split(","))
-    assert (len(visible_gpus(FOUR, value, None, never_asked)) == listed) is (why == "")
+    assert [gpu.index for gpu in visible_gpus(FOUR, value, None)] == indices
 
 
 def divided() -> list[GpuReading]:
@@ -72,7 +51,7 @@ def divided() -> list[GpuReading]:
     ],
 )
 def test_mig_instances_are_found_by_every_form_of_their_name(value: str | None, uuids: list[str]) -> None:
-    assert [gpu.uuid for gpu in visible_gpus(divided(), value, None, never_asked)] == uuids
+    assert [gpu.uuid for gpu in visible_gpus(divided(), value, None)] == uuids
 
 
 @pytest.mark.parametrize(
