@@ -21,33 +21,28 @@ _FREE_WHEN_IDLE = 0.95  # our default: the free share of an idle GPU; its driver
 def last_need(folder: str, command: Sequence[str] = ()) -> tuple[int, str]:
     """Return the bytes that the last run below a folder needed on one GPU, plus 20%, and a sentence on their origin.
 
-    The last run is the newest finished run on a GPU of the script in ``command``, else the newest finished run of any
-    script, else the newest run in progress. At most 50 reports are read.
+    The last run is the newest one on a GPU of the script in ``command``, else the newest one of any script. Runs in
+    progress and reports that cannot be read do not count. At most 50 reports are read.
 
     Raises:
-        ReportError: There is no such run, or the newest report cannot be read.
+        ReportError: There is no such run.
     """
-    still_running = of_another = None
+    of_another = None
     scripts = {os.path.basename(word) for word in command}
     for file in islice(find_reports(folder), _MAX_REPORTS):
         try:
             report = load_report(file)
-        except ReportError as error:
-            if of_another or still_running:
-                break
-            raise ReportError(f"min_free=last: {error} Or remove the file, or pass a size such as 8GiB.") from None
+        except ReportError:
+            continue
         need = need_of(report)
-        if need is None:
+        if need is None or report.outcome.startswith(RUNNING):
             continue
         found = need[1], _origin(report, *need, file)
-        if report.outcome.startswith(RUNNING):
-            still_running = still_running or found
-        elif not scripts or report.settings.get("script") in scripts:
+        if not scripts or report.settings.get("script") in scripts:
             return found
-        else:
-            of_another = of_another or found
-    if last := of_another or still_running:
-        return last
+        of_another = of_another or found
+    if of_another is not None:
+        return of_another
     raise ReportError(
         f"min_free=last: no {FILE_NAME} in {printable_path(os.path.abspath(folder))} or up to three folders below it "
         f"includes the memory of a run on a GPU. Run your script once from this folder with "

@@ -164,14 +164,7 @@ def test_without_any_the_error_says_where_and_what_to_do(tmp_path: Path) -> None
         last_need(str(tmp_path))
 
 
-def test_the_newest_one_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_one_that_cannot_be_read_does_not_count(tmp_path: Path) -> None:
     save(tmp_path / "version_0", TRAINED, 20)
-    broken = tmp_path / "version_1" / "gpu_report.json"
-    broken.parent.mkdir()
-    broken.write_text("{")
-    os.utime(broken, (1e9 - 30,) * 2)
-    assert peak_in(tmp_path) == 40  # a newer one is known
-    assert round(last_need(str(tmp_path), ["another.py"])[0] / 1.2 / GIB) == 40
-    os.utime(broken, (1e9,) * 2)
-    with pytest.raises(ReportError, match=rf"^min_free=last: {broken} is not a report .* Or remove the file, or pass"):
-        last_need(str(tmp_path))
+    (tmp_path / "gpu_report.json").write_text("{")
+    assert peak_in(tmp_path) == 40
