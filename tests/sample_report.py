@@ -1,4 +1,4 @@
-"""A report for the tests that need one, and the same of a job of any size."""
+"""A report for the tests that need one."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,6 @@ from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.memory_account import MemoryAccount, OtherProcess
 from lightning_gpu_tools.gpus.metrics import GpuSummary, Series
 from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.training.run_measurements import RankStep
 
 GIB = 2**30
 
@@ -25,14 +24,12 @@ REPORT = Report(
     steps=812,
     wall_s=41.4,
     phase_s={"data_loading": 25.2, "training_step": 15.0, "callback/EarlyStopping": 1.0, "unexplained": 0.2},
-    step_s_median=0.050,
-    step_s_p95=0.062,
-    step_s_max=0.51,
     diagnosis=Diagnosis(
         verdict="low",
         findings=(FINDING,),
         why="Waiting for data takes 61% of the wall time (31 ms of 51 ms per steady step).",
         next_step="Set DataLoader(..., num_workers=6) (now 0). Speedup: about 2.3x (2.1x to 2.5x).",
+        step_p50_s=0.050,
     ),
     gpus=(
         GpuSummary(
@@ -93,24 +90,3 @@ TRAINED = replace(
         ),
     ),
 )
-
-
-def of_size(count: int, report: Report = REPORT, *, per_node: int = 8) -> Report:
-    """Return the report with so many copies of its first GPU, and a rank for each; they differ a little."""
-    gpu = replace(report.gpus[0], power_watts_mean=300.0, temperature_celsius_max=65.0, energy_joules=3.6e6)
-    gpus = [
-        replace(
-            gpu,
-            index=i % per_node,
-            node=i // per_node,
-            uuid=f"GPU-{i}",
-            utilization_percent_mean=(gpu.utilization_percent_mean or 0.0) + i % 3,
-            power_watts_mean=300.0 + i % 7,
-            temperature_celsius_max=60.0 + i % 5,
-        )
-        for i in range(count)
-    ]
-    ranks = [RankStep(rank=i, node=one.node, own_step_s=0.02, phase_s={"forward": 0.02}) for i, one in enumerate(gpus)]
-    memory = [replace(report.memory[0], index=one.index, node=one.node, uuid=one.uuid) for one in gpus]
-    settings = {**report.settings, "world_size": count}
-    return replace(report, gpus=tuple(gpus), ranks=tuple(ranks), memory=tuple(memory), settings=settings)

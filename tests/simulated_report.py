@@ -104,7 +104,6 @@ def simulated_report(*, nodes: int = 1, gpus: int = 8, seconds: float = DAY_S) -
         steps=round(seconds / 0.2),
         wall_s=seconds,
         phase_s=phase_s,
-        step_s_median=0.2,
         step_s_blocks=(0.2, 0.21) * 64,
         spans=tuple(spans),
         gpus=tuple(map(gpu, every)),

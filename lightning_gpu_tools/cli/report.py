@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import os
 import sys
@@ -11,10 +10,9 @@ from dataclasses import asdict
 
 from lightning_gpu_tools.cli.pick import percent
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, render_comparison
-from lightning_gpu_tools.reports.page import render_page, svg_of
-from lightning_gpu_tools.reports.report import FILE_NAME, Report, as_json, find_report, load_report, to_json
-from lightning_gpu_tools.reports.text import render_markdown, render_text
+from lightning_gpu_tools.reports.comparison import compare, render_comparison
+from lightning_gpu_tools.reports.report import FILE_NAME, as_json, find_report, load_report, to_json
+from lightning_gpu_tools.reports.text import fenced, render_text
 from lightning_gpu_tools.units import printable_path
 
 _EXIT_CODES = {"faster": 0, "same": 0, "slower": 1, "not_comparable": 3}
@@ -53,41 +51,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--format",
-        choices=["text", "markdown", "json", "html"],
+        choices=["text", "markdown", "json"],
         default="text",
-        help="output format; redirect html, for one report, to a file and open it in a browser (default: %(default)s)",
+        help="output format (default: %(default)s)",
     )
     parser.set_defaults(run=run, usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report or the comparison."""
-    if args.against is not None and (args.full or args.format == "html"):
-        args.usage_error("--full and --format html work only for one report")
+    if args.against is not None and args.full:
+        args.usage_error("--full works only for one report")
     if args.max_slowdown is not None and args.against is None:
         args.usage_error("--max-slowdown needs --against OLD")
     max_slowdown = args.max_slowdown or 0.0
     if not 0 <= max_slowdown < math.inf:
         args.usage_error(f"--max-slowdown must be at least 0%, got {max_slowdown:g}%")
-    if args.format == "html" and importlib.util.find_spec("matplotlib") is None:
-        args.usage_error(
-            "--format html needs matplotlib, which is not installed: pip install 'lightning-gpu-tools[plot]'"
-        )
     if args.against is None:
         report = load_report(_found(args.file))
-        if args.format == "text":
-            print(render_text(report, full=args.full))
-        elif args.format == "markdown":
-            print(render_markdown(report, full=args.full))
-        elif args.format == "json":
-            print(to_json(report), end="")
-        else:
-            print(render_page(report, svg_of(report)), end="")
+        print(to_json(report) if args.format == "json" else _shown(render_text(report, full=args.full), args.format))
         return 0
     try:
         new_file, old_file = _found(args.file), _found(args.against)
-        own = (args.file, os.path.join(args.file, FILE_NAME))
-        if new_file not in own and os.path.realpath(new_file) == os.path.realpath(old_file):
+        if os.path.realpath(new_file) == os.path.realpath(old_file):
             raise ReportError(
                 f"the newest report in {printable_path(args.file)} is OLD itself. Train again, or pass the new report."
             )
@@ -95,7 +81,9 @@ def run(args: argparse.Namespace) -> int:
     except ReportError as error:
         print(f"lightning-gpu-tools: cannot compare: {error}", file=sys.stderr)
         return 3
-    return _compare(new, old, max_slowdown / 100, args.format)
+    comparison = compare(new, old, max_slowdown / 100)
+    print(as_json(asdict(comparison)) if args.format == "json" else _shown(render_comparison(comparison), args.format))
+    return _EXIT_CODES[comparison.verdict]
 
 
 def _found(path: str) -> str:
@@ -106,12 +94,5 @@ def _found(path: str) -> str:
     return file
 
 
-def _compare(new: Report, old: Report, max_slowdown: float, form: str) -> int:
-    comparison = compare(new, old, max_slowdown)
-    if form == "json":
-        print(as_json(asdict(comparison)))
-    elif form == "markdown":
-        print(comparison_markdown(comparison))
-    else:
-        print(render_comparison(comparison))
-    return _EXIT_CODES[comparison.verdict]
+def _shown(text: str, form: str) -> str:
+    return fenced(text) if form == "markdown" else text

@@ -16,7 +16,6 @@ from lightning_gpu_tools.advice.findings import LOADER_SETTINGS, label_of, mean_
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.files import last_modified, matching
 from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report, load_report, run_folder
-from lightning_gpu_tools.reports.text import escape_markdown
 from lightning_gpu_tools.training.phases import PAUSES, TRAINING_STEP
 from lightning_gpu_tools.units import format_duration, printable, wrapped
 
@@ -182,15 +181,6 @@ def _steady_phase_s(report: Report) -> dict[str, float]:
     return {phase: seconds / max(1, steps) for phase, seconds in spent_s.items()}
 
 
-def _speedup(comparison: Comparison) -> tuple[str, str]:
-    """Return how many times as fast the newer run is, and the 95% interval of that, as text."""
-    slowdowns = (comparison.slowdown, comparison.slowdown_high, comparison.slowdown_low)
-    ratios = [1 + (slowdown or 0.0) for slowdown in slowdowns]
-    speedups = [1 / ratio if ratio > 0 else math.inf for ratio in ratios]
-    speedup, low, high = (f"{times:.2f}x" if times < 2 else f"{times:.1f}x" for times in speedups)
-    return speedup, f"(95% interval {low} to {high})"
-
-
 def _show(value: Any) -> str:
     values = value if isinstance(value, list) else [] if value is None else [value]
     return printable(", ".join(map(printable, values)), 300) or "None"
@@ -198,15 +188,15 @@ def _show(value: Any) -> str:
 
 def render_comparison(comparison: Comparison) -> str:
     """Return the comparison as text, as wide as the terminal."""
-    lines = [headline(comparison), *_details(comparison)]
+    is_test = comparison.verdict != "not_comparable"
+    named = {change.setting for change in comparison.followed} if is_test else {*_MUST_MATCH}
+    lines = [
+        headline(comparison),
+        *(f"Not comparable: {reason}." for reason in comparison.reasons),
+        *(f"Changed as advised: {change}." for change in comparison.followed if not is_test),
+        *(f"Changed: {change}." for change in comparison.changes if change.setting not in named),
+    ]
     return "\n".join(map(wrapped, lines))
-
-
-def comparison_markdown(comparison: Comparison) -> str:
-    """Return the comparison as Markdown for a pull request."""
-    verdict, separator, numbers = headline(comparison).partition(": ")
-    lines = [f"**{escape_markdown(verdict)}{separator.strip()}** {escape_markdown(numbers)}", ""]
-    return "\n".join([*lines, *(f"- {escape_markdown(line)}" for line in _details(comparison))]).rstrip()
 
 
 def headline(comparison: Comparison) -> str:
@@ -223,33 +213,23 @@ def headline(comparison: Comparison) -> str:
     steps = f"{format_duration(old_s)} per {comparison.of} {comparison.per} before, {format_duration(new_s)} now"
     if comparison.followed and comparison.verdict != "not_comparable":
         doubt = f", but {comparison.doubt}." if comparison.doubt else ":"
-        changed, (speedup, interval) = ", ".join(map(str, comparison.followed)), _speedup(comparison)
+        changed = ", ".join(map(str, comparison.followed))
+        speedup, least, most = map(_speedup, (slowdown, high, low))
+        interval = f"(95% interval {least} to {most})"
         return f"{verdict}{doubt} {speedup} after {changed} {interval}{noise}{limit}: {steps}."
     interval = f"95% interval {100 * low:+.1f} to {100 * high:+.1f}%"
     return f"{verdict}: {steps}: {100 * slowdown:+.1f}% ({interval}){noise}{limit}."
 
 
-def _details(comparison: Comparison) -> list[str]:
-    """Return the lines below the headline."""
-    is_test = comparison.verdict != "not_comparable"
-    named = {change.setting for change in comparison.followed} if is_test else {*_MUST_MATCH}
-    advised = () if is_test else comparison.followed
-    return [
-        *(f"Not comparable: {reason}." for reason in comparison.reasons),
-        *(f"Changed as advised: {change}." for change in advised),
-        *(f"Changed: {change}." for change in comparison.changes if change.setting not in named),
-    ]
-
-
-def is_of_one_run(folder: str | os.PathLike[str]) -> bool:
-    """Return whether the next run gets another folder, from the name that Lightning's loggers give it."""
-    return os.path.basename(run_folder(folder)).startswith("version_")
+def _speedup(slowdown: float) -> str:
+    times = 1 / (1 + slowdown) if slowdown > -1 else math.inf
+    return f"{times:.2f}x" if times < 2 else f"{times:.1f}x"
 
 
 def earlier_report(folder: str | os.PathLike[str]) -> Report | None:
     """Return the last finished report in the folder, or else the newest one of the logger's other versions."""
     here, run, others = os.fspath(folder), run_folder(folder), []
-    if is_of_one_run(here):
+    if os.path.basename(run).startswith("version_"):  # as Lightning's loggers name the folder of each run
         stage = here.removeprefix(run).strip("/")
         others = matching(os.path.dirname(run), os.path.join("version_*", stage, FILE_NAME))
         others.sort(key=last_modified, reverse=True)
@@ -266,9 +246,4 @@ def confirm(new: Report, old: Report) -> str | None:
     comparison = compare(new, old)
     if comparison.verdict == "not_comparable" or not comparison.followed:
         return None
-    verdict = ", not confirmed: it is within the noise of the runs."
-    if comparison.verdict == "faster":
-        verdict = ", confirmed." if comparison.doubt is None else f", but {comparison.doubt}."
-    elif comparison.verdict == "slower":
-        verdict = ", slower. Undo the change."
-    return f"{', '.join(map(str, comparison.followed))}: {' '.join(_speedup(comparison))}{verdict}"
+    return headline(comparison)

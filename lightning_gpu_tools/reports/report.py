@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import functools
 import json
 import math
 import os
@@ -65,7 +64,6 @@ class Report:
         steps: Number of training steps; for validate, test and predict, of batches.
         wall_s: Wall time of the run; ``phase_s`` adds up to it.
         phase_s: Wall time by phase; see docs/report_schema.md.
-        step_s_median: Median step time after the warm-up, without validation, checkpoints and epoch starts.
         diagnosis: Verdict and findings.
         gpus: Monitored GPUs.
         gpu_note: Reason why there are none, or values that could not be read.
@@ -73,9 +71,7 @@ class Report:
             imports), ``setup``, ``sanity_check``, ``first_batch``, ``compilation``, ``first_step`` and ``other``. For a
             later run of the process, and in a notebook, from the start of the run. Empty before the end of that step.
             ``wall_s`` starts after the sanity check.
-        step_s_p95: 95th percentile of the same step times.
-        step_s_max: Longest of the same step times.
-        samples_per_s: Samples of all ranks per second, over the same steps.
+        samples_per_s: Samples of all ranks per second, over steady steps.
         step_s_blocks: Mean time per step in each of at most 128 consecutive blocks of steady steps, without validation
             and checkpoints. Their spread is the run's own noise.
         warm_up_steps: Number of first steps that are not steady: 20, or more if the workers keep many batches ready, or
@@ -84,7 +80,6 @@ class Report:
             in the training thread, without its wrappers.
         monitor_thread_us_per_step: CPU time of its background threads per step, in microseconds.
         confirmation: Measured result of following the previous run's advice.
-        core_wait_share: Fraction of the steady steps in which the training thread was runnable but had no core.
         others_cores: Mean number of this job's cores that other programs kept busy.
         unseen: Facts that could not be measured with this kernel, driver, Lightning or torch, or without permission;
             their time counts toward the surrounding phase.
@@ -95,8 +90,6 @@ class Report:
         ranks: Steps of each rank that reported; empty with one rank.
         memory: Memory use of each GPU of the job.
         claimed_bytes: Memory of each GPU of rank 0's node that the job claimed with ``min_free``.
-        allocator_failures: Number of times that torch's allocator ran out of memory on rank 0 and the run continued:
-            the program or cuDNN caught the error, or a search for the largest batch size provoked it.
         stalls: Times in which training made no progress, with the reason.
         failure: Why the run ended and what to do, if known beyond its error.
         loader: Result of NumWorkersFinder, if it finished.
@@ -110,20 +103,16 @@ class Report:
     steps: Count
     wall_s: Seconds
     phase_s: Mapping[str, Seconds]
-    step_s_median: Seconds | None
     diagnosis: Diagnosis
     gpus: tuple[GpuSummary, ...] = ()
     gpu_note: str | None = None
     startup_s: Mapping[str, Seconds] = dataclasses.field(default_factory=dict)
-    step_s_p95: Seconds | None = None
-    step_s_max: Seconds | None = None
     samples_per_s: float | None = None
     step_s_blocks: tuple[StepSeconds, ...] = ()
     warm_up_steps: Count = 20
     monitor_us_per_step: float | None = None
     monitor_thread_us_per_step: float | None = None
     confirmation: str | None = None
-    core_wait_share: float | None = None
     others_cores: float | None = None
     unseen: tuple[str, ...] = ()
     spans: tuple[PhaseSpan, ...] = ()
@@ -132,7 +121,6 @@ class Report:
     ranks: tuple[RankStep, ...] = ()
     memory: tuple[MemoryAccount, ...] = ()
     claimed_bytes: Count | None = None
-    allocator_failures: int = 0
     stalls: tuple[Stall, ...] = ()
     failure: str | None = None
     loader: LoaderResult | None = None
@@ -153,19 +141,13 @@ class Report:
 def to_json(report: Report) -> str:
     """Return the report as ASCII JSON with ``schema_version``; infinity and NaN become ``null``."""
     summary = report.diagnosis.summary()
-    return as_json({"schema_version": SCHEMA_VERSION, "summary": summary, **dataclasses.asdict(report)}) + "\n"
+    return as_json({"schema_version": SCHEMA_VERSION, "summary": summary, **dataclasses.asdict(report)})
 
 
 def as_json(data: Mapping[str, Any]) -> str:
     """Return plain data in the format of :func:`to_json`, one line per field."""
-    compact = functools.partial(json.dumps, separators=(",", ":"))
-
-    def written(value: Any) -> str:
-        # Item by item: json.dumps of a thousand GPUs at once would hold the GIL for 30 ms.
-        items = isinstance(value, (list, tuple))
-        return f"[{','.join(compact(_finite(item)) for item in value)}]" if items else compact(_finite(value))
-
-    return "{\n" + ",\n".join(f"{compact(name)}: {written(value)}" for name, value in data.items()) + "\n}"
+    lines = (f"{json.dumps(name)}: {json.dumps(_finite(value), separators=(',', ':'))}" for name, value in data.items())
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def _finite(value: Any) -> Any:
@@ -323,7 +305,7 @@ class ReportFile:
             raise TimeoutError("the disk does not respond")
         try:
             with files.writing(self.path) as file:
-                file.write(to_json(report).encode())
+                file.write(f"{to_json(report)}\n".encode())
                 file.flush()  # a full disk fails here, before the former report replaces the previous one
                 self._keep_former()
             self._written = files.status(self.path)

@@ -1,4 +1,4 @@
-"""The report of a training run as text for the terminal, and as Markdown for a pull request.
+"""The report of a training run as text, for the terminal, for Markdown and for the page.
 
 A report may come from a file written by anyone, so each of its texts is made printable where it is inserted.
 """
@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES
-from lightning_gpu_tools.advice.findings import Diagnosis, in_words, label_of, seen_in
+from lightning_gpu_tools.advice.findings import in_words, label_of, seen_in
 from lightning_gpu_tools.advice.lost_time import mean_wait_s, slowest_rank
 from lightning_gpu_tools.advice.memory_account import CACHE, OTHER_PROCESSES, PARTS, TENSORS, MemoryAccount
 from lightning_gpu_tools.memory.readings import MemoryLine
-from lightning_gpu_tools.reports.gpu_table import gpu_label, gpu_lines, gpu_sentences
+from lightning_gpu_tools.reports.gpu_table import gpu_errors, gpu_label, gpu_lines
 from lightning_gpu_tools.reports.last_run import claim_sentence
-from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, Report
+from lightning_gpu_tools.reports.report import FILE_NAME, Report
 from lightning_gpu_tools.training.phases import IN_WORKER, RANK_WAIT, STARTUP_PARTS, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, line_width, plural, printable, wrapped
 
@@ -25,8 +25,6 @@ _EARLY_WARNINGS = {name for name, cause in MEMORY_CAUSES.items() if cause.find_e
 _MAX_PARAGRAPH = 1000  # ten lines; our longest advice has five
 # For a report that is not full. After training, the paths of the files follow within 80 lines.
 _MAX_LINES = 76
-_MAX_NAMES = 6
-_MAX_PROCESSES = 4
 _MAX_STALLS = 3
 _MIN_PART = 0.02
 _MIN_TIME = 0.01  # of the wall time
@@ -34,97 +32,60 @@ _MIN_TIME = 0.01  # of the wall time
 _LONG_STARTUP_S, _MIN_STARTUP, _MIN_STARTUP_S = 10.0, 0.2, 2.0
 _MIN_MEMORY = 0.5  # of a GPU's, from which on what uses it is worth a tree
 _TIME_COLUMNS = 42  # of a row of the time tree, after the label
-_MAX_SOURCE_LINES = 10  # of a phase
 _MAX_MEMORY_LINES = 3
-LINE_COLUMNS = ("phase", "of its time", "line", "samples")  # of line_rows
 _MIN_OTHERS_CORES = 0.2  # our default: with less, the other programs are the system's own
-# Text that Markdown reads as markup inside a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
-_MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 
 
 def render_text(report: Report, *, full: bool = False) -> str:
     """Return the report in fewer than 80 lines, as wide as the terminal; ``full``: without a limit on the lines."""
-    head = {"Verdict": f"{verdict_line(report)} ({printable(report.outcome)})", **paragraphs(report)}
-    lines = [_wrapped(text, f"{f'{title}:':<9}") for title, text in head.items()]
-    return _joined([*lines, ""], _details(report, full), [], full)
-
-
-def render_markdown(report: Report, *, full: bool = False) -> str:
-    """Return the report for a pull request: verdict, reason and advice, with the rest in a collapsed block."""
-    details = _details(report, full)
-    fence = max(["``", *re.findall("`+", "\n".join(details))]) + "`"  # longer than any inside the block
-    head = [
-        f"**{verdict_line(report)}** ({escape_markdown(report.outcome)})",
-        "",
-        *(f"- **{title}:** {escape_markdown(text)}" for title, text in paragraphs(report).items()),
-        "",
-        "<details><summary>Where the time went</summary>",
-        "",
-        f"{fence}text",
-    ]
-    return _joined(head, details, [fence, "", "</details>"], full)
-
-
-def paragraphs(report: Report) -> dict[str, str]:
-    """Return the reason, the advice, the result of earlier advice if there is one, and the run, by title."""
     result = {"Result": report.confirmation} if report.confirmation else {}
-    return {"Why": report.diagnosis.why, "Next": report.diagnosis.next_step, **result, "Run": run_line(report)}
-
-
-def _joined(head: Sequence[str], details: Sequence[str], foot: Sequence[str], full: bool) -> str:
-    """Return all lines; without ``full``, cut the details to the maximum length."""
-    room = _MAX_LINES - len("\n".join(head).split("\n")) - len(foot)
-    lines = "\n".join(details).splitlines()
-    if len(lines) > room and not full:
-        more = len(lines) - room + 1
-        lines[room - 1 :] = [f"({more:,} more lines: lightning-gpu-tools report FILE --full)"]
-    return "\n".join([*head, *lines, *foot])
-
-
-def _details(report: Report, full: bool) -> list[str]:
-    sampled = [
-        f"{phase}: {share} at {line} ({samples} sample{'s' * (samples != '1')})"
-        for phase, share, line, samples in (line_rows(report, full=True) if full else ())
-    ]
-    return [
+    head = {
+        "Verdict": f"{verdict_line(report)} ({printable(report.outcome)})",
+        "Why": report.diagnosis.why,
+        "Next": report.diagnosis.next_step,
+        **result,
+        "Run": _run_line(report),
+    }
+    blocks = [
+        *(_wrapped(text, f"{f'{title}:':<9}") for title, text in head.items()),
+        "",
         *map(_wrapped, gpu_lines(report.gpus, full=full)),
-        *map(_wrapped, sentences(report, full=full)),
+        *map(_wrapped, _sentences(report, full)),
         *(_time_tree(report, full) if report.wall_s > 0 else []),
         *_memory_trees(report, full),
-        *(["Source lines, by phase", *map(_wrapped, sampled)] if sampled else []),
-        *map(_wrapped, measuring_lines(report)),
+        *(map(_wrapped, [*_findings(report), *_source_lines(report)]) if full else ()),
+        *map(_wrapped, _measuring(report)),
     ]
+    lines = "\n".join(blocks).split("\n")
+    if len(lines) > _MAX_LINES and not full:
+        more = len(lines) - _MAX_LINES + 1
+        lines[_MAX_LINES - 1 :] = [f"({more:,} more lines: lightning-gpu-tools report FILE --full)"]
+    return "\n".join(lines)
 
 
-def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
-    """Yield what the tables of a report do not show; ``full``: without a limit on the number of stalls and errors."""
-    diagnosis = report.diagnosis
-    if not report.is_finished:
-        state = "The process ended without a final report: it was killed, or it crashed."
-        if report.outcome.startswith(RUNNING):
-            state = "The run is still in progress."
-        yield f"{state} This report shows its state after {format_duration(report.wall_s)}."
+def fenced(text: str) -> str:
+    """Return Markdown that shows a text as it is."""
+    fence = max(["``", *re.findall("`+", text)]) + "`"  # longer than any inside the text
+    return f"{fence}text\n{text}\n{fence}"
+
+
+def _sentences(report: Report, full: bool) -> Iterator[str]:
+    """Yield what the tables do not show."""
     stalls = sorted(report.stalls, key=lambda stall: -stall.lasted_s)
-    shown = stalls if full else stalls[:_MAX_STALLS]
-    for stall in shown:
+    for stall in stalls if full else stalls[:_MAX_STALLS]:
         lasted, continued = format_duration(stall.lasted_s), ", then training continued" * stall.is_over
         yield f"No progress for {lasted} at step {stall.step}{continued}: {printable(stall.why, 800)}"
-    if len(shown) < len(stalls):
-        yield f"{FILE_NAME} has {plural(len(stalls) - len(shown), 'shorter stall')}."
+    if len(stalls) > _MAX_STALLS and not full:
+        yield f"{FILE_NAME} has {plural(len(stalls) - _MAX_STALLS, 'shorter stall')}."
     yield from _startup_line(report)
-    yield from gpu_sentences(report.gpus, full=full)
+    yield from gpu_errors(report.gpus)
     if report.gpu_note:
         yield report.gpu_note
-    for finding in diagnosis.findings:
-        if finding.cause in _EARLY_WARNINGS and finding.advice not in diagnosis.next_step:
+    for finding in report.diagnosis.findings:
+        if finding.cause in _EARLY_WARNINGS and finding.advice not in report.diagnosis.next_step:
             yield finding.advice
     if claimed := claim_sentence(report):
         yield claimed
-    if failures := report.allocator_failures:
-        yield (
-            f"torch's allocator ran out of memory {plural(failures, 'time')}, and the run continued. It "
-            "usually empties its cache first, which waits for the GPU."
-        )
     if (slowest := slowest_rank(report.ranks)) is not None:
         rank, behind_s = slowest
         wait_s = mean_wait_s(report.ranks)
@@ -134,7 +95,7 @@ def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
             f"step, {format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
         )
     idle = []
-    for phase, percent in _largest_first(diagnosis.gpu_idle_percent):
+    for phase, percent in _largest_first(report.diagnosis.gpu_idle_percent):
         group, _, name = phase.partition("/")
         label = "inside the training step" if phase == TRAINING_STEP else printable(name) or label_of(group)
         if percent >= 1:
@@ -152,12 +113,9 @@ def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
         yield f"GPU time of a step: {', '.join(parts)}."
     loader = report.loader
     if loader is not None and loader.settings is not None and loader.seconds:
-        found, duration = f"num_workers={loader.settings.num_workers}", format_duration(loader.seconds)
-        if loader.settings == loader.original:
-            yield f"NumWorkersFinder kept {found} after {duration} of trials. {loader.reason}"
-        else:
-            state = "applied" if loader.applied else "not applied"
-            yield f"NumWorkersFinder found {found} in {duration} ({state}). {loader.reason}"
+        did = "kept" if loader.settings == loader.original else "applied" if loader.applied else "proposes"
+        workers, duration = f"num_workers={loader.settings.num_workers}", format_duration(loader.seconds)
+        yield f"NumWorkersFinder {did} {workers} after {duration} of trials. {loader.reason}"
     elif loader is not None:
         yield f"NumWorkersFinder: {loader.reason}"
 
@@ -180,94 +138,77 @@ def _largest_first(values: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(values.items(), key=lambda item: -item[1])
 
 
-def escape_markdown(text: str) -> str:
-    """Return Markdown that shows the text literally and on one line."""
-    return _MARKUP.sub(r"\\\g<0>", printable(text, _MAX_PARAGRAPH))
-
-
 def _wrapped(text: str, title: str = "") -> str:
     indent = " " * len(title) or "  "
     return wrapped(printable(text, _MAX_PARAGRAPH), title, indent) or title
 
 
-def verdict_label(diagnosis: Diagnosis) -> str:
-    """Return the verdict in capitals."""
-    return "TOO SHORT TO JUDGE" if diagnosis.verdict == "too_short" else diagnosis.verdict.replace("_", " ").upper()
-
-
 def verdict_line(report: Report) -> str:
-    """Return the verdict, with its meaning if it is low."""
-    label = verdict_label(report.diagnosis)
-    if report.diagnosis.verdict != "low":
-        return label
-    return f"{label}: the GPU is often idle" if report.gpus else f"{label}: {report.activity} often waits"
+    """Return the verdict in capitals, with its meaning if it is low."""
+    verdict = report.diagnosis.verdict
+    if verdict == "low":
+        return f"LOW: {'the GPU is often idle' if report.gpus else f'{report.activity} often waits'}"
+    return "TOO SHORT TO JUDGE" if verdict == "too_short" else verdict.replace("_", " ").upper()
 
 
-def run_line(report: Report) -> str:
+def _run_line(report: Report) -> str:
     """Return the model, speed, device and versions of a run, as far as known."""
     settings = {name: printable(value) for name, value in report.settings.items() if value is not None}
     gpus = sorted({printable(gpu.name) for gpu in report.gpus if gpu.name})
     device = ", ".join(gpus) or settings.get("cpu") or settings.get("device")
     ranks = settings.get("world_size", "1")
-    place = f"{ranks} rank{'s' * (ranks != '1')} on {device}" if device else None
-    others = ""
-    if report.others_cores is not None and report.others_cores >= _MIN_OTHERS_CORES:
-        others = f"other programs used {report.others_cores:.1f} cores"
+    others = f"other programs used {report.others_cores or 0.0:.1f} cores"
     names = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_gpu_tools")
-    versions = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
-    times_s = {"median": report.step_s_median, "p95": report.step_s_p95, "longest": report.step_s_max}
-    times = [f"{name} {format_duration(seconds)}" for name, seconds in times_s.items() if seconds]
-    if times and report.samples_per_s is not None:
-        times.append(f"{report.samples_per_s:.4g} samples/s")
+    median_s = report.diagnosis.step_p50_s
+    speed = [f"median {format_duration(median_s)}"] if median_s else []
+    if speed and report.samples_per_s is not None:
+        speed.append(f"{report.samples_per_s:.4g} samples/s")
     pace = f"{plural(report.steps, 'step')} in {format_duration(report.wall_s)}"
     parts = [
         settings.get("model"),
         settings.get("stage"),
-        f"{pace} ({', '.join(times)})" if times else pace,
-        place,
-        others,
+        f"{pace} ({', '.join(speed)})" if speed else pace,
+        f"{ranks} rank{'s' * (ranks != '1')} on {device}" if device else None,
+        others if (report.others_cores or 0.0) >= _MIN_OTHERS_CORES else None,
         settings.get("precision"),
-        versions,
+        ", ".join(f"{name} {settings[name]}" for name in names if name in settings),
     ]
     return "; ".join(filter(None, parts))
 
 
-def measuring_lines(report: Report) -> list[str]:
-    """Return sentences on what could not be measured, and on the overhead of measuring."""
-    lines = []
+def _measuring(report: Report) -> Iterator[str]:
+    """Yield what could not be measured, and the overhead of measuring."""
     if report.unseen:
         unseen = ", ".join(printable(fact, 300) for fact in report.unseen)
-        lines.append(f"Not measured, because this kernel, driver, Lightning or torch does not support it: {unseen}.")
+        yield f"Not measured, because this kernel, driver, Lightning or torch does not support it: {unseen}."
     if report.monitor_us_per_step is not None:
         own, thread_us = format_duration(report.monitor_us_per_step / 1e6), report.monitor_thread_us_per_step
         thread = "" if thread_us is None else f", plus {format_duration(thread_us / 1e6)} of CPU time in the background"
-        lines.append(f"Overhead of measuring: at least {own} per step{thread}.")
-    return lines
+        yield f"Overhead of measuring: at least {own} per step{thread}."
 
 
-def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str, str]]:
-    """Return the rows of a table of source lines: phase, share of its samples, line, samples; most sampled first."""
+def _findings(report: Report) -> Iterator[str]:
+    for number, finding in enumerate(report.diagnosis.findings, 1):
+        share = f", {100 * finding.share:.0f}% of the time" if finding.share else ""
+        yield f"Finding {number}: {printable(finding.cause).replace('_', ' ')}{share}. {finding.advice}"
+
+
+def _source_lines(report: Report) -> Iterator[str]:
+    """Yield the sampled source lines of each phase, most sampled first."""
     samples: Counter[str] = Counter()
     for one in report.lines:
         samples[one.phase] += one.samples
-    rows: list[tuple[str, str, str, str]] = []
+    if samples:
+        yield "Source lines, by phase"
     for phase, whole in samples.most_common():
         group, _, name = phase.partition("/")
         shown = f"{label_of(group)}: {printable(name)}" if name else label_of(group)
         if phase == IN_WORKER:
             shown = "loading in a worker"
-        seen = seen_in([line for line in report.lines if line.phase == phase], phase)
-        rows += (
-            (
-                shown,
-                f"{100 * line.samples / whole:.0f}%",
-                in_words(line.file, line.line, line.function),
-                f"{line.samples:,}",
-            )
-            for line in (seen if full else seen[:_MAX_SOURCE_LINES])
-            if full or line.samples >= _MIN_PART * whole
-        )
-    return rows
+        for line in seen_in([line for line in report.lines if line.phase == phase], phase):
+            share = f"{100 * line.samples / whole:.0f}%"
+            place = in_words(line.file, line.line, line.function)
+            yield f"{shown}: {share} at {place} ({plural(line.samples, 'sample')})"
 
 
 def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -279,7 +220,7 @@ def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
     return dict(sorted(groups.items(), key=lambda item: (item[0] == UNEXPLAINED, -sum(item[1].values()))))
 
 
-def cause_phase(report: Report) -> str | None:
+def _cause_phase(report: Report) -> str | None:
     """Return the phase of the first finding in the time tree, if any."""
     if not report.diagnosis.findings:
         return None
@@ -307,7 +248,7 @@ def _tree(branches: Sequence[tuple[_Line, Sequence[_Line]]]) -> list[str]:
 
 
 def _time_tree(report: Report, full: bool) -> list[str]:
-    cause = cause_phase(report)
+    cause = _cause_phase(report)
 
     def line(label: str, seconds: float, phase: str) -> _Line:
         amount, per_step = format_duration(seconds), format_duration(seconds / max(1, report.steps))
@@ -321,8 +262,7 @@ def _time_tree(report: Report, full: bool) -> list[str]:
     folded: list[float] = []
     for group, parts in phase_groups(report.phase_s).items():
         phases = {name: f"{group}/{name}" for name in parts if name}
-        named = [(name, parts[name]) for name, phase in phases.items() if is_shown(parts[name], phase)]
-        leaves = [line(name, seconds, phases.get(name, "")) for name, seconds in _limited(named, _MAX_NAMES, full)]
+        leaves = [line(name, parts[name], phase) for name, phase in phases.items() if is_shown(parts[name], phase)]
         if leaves or is_shown(sum(parts.values()), group):
             branches.append((line(label_of(group, report.activity), sum(parts.values()), group), leaves))
         else:
@@ -340,22 +280,13 @@ def _share_used(account: MemoryAccount) -> float:
     return sum(account.parts_bytes.values()) / (account.total_bytes or math.inf)
 
 
-def fullest_first(accounts: Sequence[MemoryAccount]) -> list[MemoryAccount]:
-    """Return the GPUs by the share of their memory in use, largest first."""
-    return sorted(accounts, key=_share_used, reverse=True)
-
-
 def _memory_trees(report: Report, full: bool) -> list[str]:
-    """Return the memory use of the fullest GPU, or of all GPUs if ``full``."""
-    ordered, lines = fullest_first(report.memory), []
+    """Return the memory use of the fullest GPU if it is high, or of all GPUs if ``full``."""
+    ordered, lines = sorted(report.memory, key=_share_used, reverse=True), []
     for account in ordered if full else ordered[:1]:
         which = f" (the fullest of {len(ordered):,})" if account is ordered[0] and ordered[1:] else ""
-        gpu = gpu_label(account) + which
         if full or _share_used(account) >= _MIN_MEMORY or report.diagnosis.verdict == "out_of_memory":
-            lines += _memory_tree(account, gpu, full)
-        else:
-            used, total = format_bytes(sum(account.parts_bytes.values())), format_bytes(account.total_bytes or 0)
-            lines.append(_wrapped(f"Memory in use on {gpu} at the peak: {used} of {total}."))
+            lines += _memory_tree(account, gpu_label(account) + which, full)
     return lines
 
 
@@ -378,7 +309,6 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
             for process in account.others:
                 words = process.user and f"{process.user}:", process.name, f"(PID {process.pid})"
                 leaves.append((" ".join(filter(None, words)), process.used_bytes or 0))
-            leaves = _limited(leaves, _MAX_PROCESSES, full)
         shown = [line(*leaf) for leaf in leaves if full or leaf[1] >= _MIN_PART * whole_bytes]
         branches.append((line(group, sum(parts.values())), shown))
     whole = format_bytes(whole_bytes)
@@ -393,8 +323,7 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
         ("Memory added by a step at its peak, by line", account.peak_lines),
         ("Memory kept after steps, by line", account.kept_lines),
     ):
-        least = _MIN_PART * sum(line.bytes for line in found)
-        shown_lines = found if full else [line for line in found if line.bytes >= least][:_MAX_MEMORY_LINES]
+        shown_lines = found if full else found[:_MAX_MEMORY_LINES]
         rows += [head] if shown_lines else []
         rows += [f"  {format_bytes(line.bytes):>8}  {line_label(line)}" for line in shown_lines]
     return rows
@@ -404,11 +333,3 @@ def line_label(line: MemoryLine) -> str:
     """Return a line that allocated memory, and the phase of the step."""
     place = in_words(*line[3:]) if line.file else "no Python line"
     return f"{place} ({line.phase})" if line.phase else place
-
-
-def _limited(parts: list[tuple[str, float]], count: int, full: bool) -> list[tuple[str, float]]:
-    """Return at most ``count`` parts, or all if ``full``; the last one stands for the rest."""
-    if full or len(parts) <= count:
-        return parts
-    rest = parts[count - 1 :]
-    return [*parts[: count - 1], (f"{len(rest)} others", sum(size for _, size in rest))]

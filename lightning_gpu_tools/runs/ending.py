@@ -48,7 +48,7 @@ class Ending:
         self.counters: MemoryCounters | None = None  # of this rank's GPU, once training has begun
         self.begins = Timeline(_MAX_POINTS, 1.0)  # bytes in tensors at the start of steps
         self.validation_begins = Timeline(_MAX_POINTS, 1.0)  # the same for the batches of the last validation
-        self._count = 0  # of the allocator's failures; the program or cuDNN may have continued after each
+        self._failures = 0  # of the allocator; the program or cuDNN may have continued after each
         self._gpu = run.gpu
         self._recorder = MemoryRecorder()
         self._validations = 0
@@ -127,11 +127,11 @@ class Ending:
     def note_allocator_failure(self) -> None:
         """Record a failure, in the allocating thread and without the allocator's lock."""
         assert self._gpu is not None
-        self._count += 1
+        self._failures += 1
         self.last = OutOfMemory(
             phase=self.clock.current.phase, grad_enabled=torch.is_grad_enabled(), reading=self.counted()
         )
-        if self._count.bit_count() == 1:  # a program may catch one in every step
+        if self._failures.bit_count() == 1:  # a program may catch one in every step
             usual = () if self.counters is None else self.counters.usual  # blocks that belong to the optimizers
             blocks = (one for one in live_blocks(self._gpu) if one.stack and one.address not in usual)
             self.last = replace(self.last, lines=by_line(blocks))
@@ -149,12 +149,6 @@ class Ending:
             self.outcome += f": {failure.what}"
         if failure is not None and hasattr(error, "add_note"):  # Python 3.11
             error.add_note(str(failure))
-
-    @property
-    def allocator_failures(self) -> int:
-        """The number of allocator failures on this rank after which training continued."""
-        has_ended = self.out_of_memory is not None and self.out_of_memory.source == "allocator"
-        return max(0, self._count - has_ended)
 
 
 _listening: WeakSet[Ending] = WeakSet()

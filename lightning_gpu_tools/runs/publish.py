@@ -10,7 +10,6 @@ import io
 import logging
 import math
 import os
-import shlex
 import subprocess
 import sys
 import textwrap
@@ -21,9 +20,9 @@ from typing import Any, Literal
 
 from lightning_gpu_tools import files
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
+from lightning_gpu_tools.reports.comparison import confirm, earlier_report
 from lightning_gpu_tools.reports.page import render_page
-from lightning_gpu_tools.reports.report import COMPLETED, DRAWN, PREVIOUS_NAME, Report, ReportFile, run_folder
+from lightning_gpu_tools.reports.report import COMPLETED, DRAWN, Report, ReportFile
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.units import printable, printable_path, wrapped
@@ -66,8 +65,6 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
         with _failure_added_to(lines, "The report could not be drawn"):
             if names := start_drawing(report, file.folder):
                 written[0] += f" ({' and '.join(names)} will follow)"
-            elif report.diagnosis.verdict == "too_short":
-                written[0] += " (the run is too short for a picture)"
     text = ""
     with _failure_added_to(lines, "The report could not be shown"):
         text = render_text(report)
@@ -76,8 +73,6 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
         for logger in run.loggers:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
                 _log_summary(report, text, logger, run.logged_step - 1)
-    if path and report.diagnosis.verdict == "low":
-        written += _how_to_verify(file)
     with _failure_added_to(lines, "The notification failed"):
         diagnosis = report.diagnosis
         texts = {"verdict": diagnosis.verdict, "why": diagnosis.why, "next_step": diagnosis.next_step}
@@ -128,17 +123,6 @@ def _failure_added_to(lines: list[str], what: str) -> Iterator[None]:
         lines.append(f"{what}: {type(error).__name__}: {printable(error, 300)}")
 
 
-def _how_to_verify(file: ReportFile) -> list[str]:
-    """Return the command that compares the next run with this one, if its folder is known."""
-    new, old = file.folder, os.path.join(file.folder, PREVIOUS_NAME)  # the next run renames this report
-    if is_of_one_run(file.folder):
-        new, old = os.path.dirname(file.folder.rstrip("/")), file.folder
-        if run_folder(old) == new:  # of predict: the next run's is in another folder than that of this one
-            return []
-    new, old = shlex.quote(_shown(new)), shlex.quote(_shown(old))
-    return [f"After the next run: lightning-gpu-tools report {new} --against {old}"]
-
-
 def _shown(path: str | Path) -> str:
     """Return a path for printing, relative to the current folder if it is inside."""
     text = os.fspath(path)
@@ -167,7 +151,8 @@ def start_drawing(report: Report, folder: str) -> Sequence[str]:
     """Start to draw the report in a folder, and return the names of the files that will appear there.
 
     They appear when they are complete, and the interpreter waits for them at exit. There are none without the ``plot``
-    extra, or if the run is too short to judge. The process itself prints why it could not draw.
+    extra, if the run is too short to judge, or in a frozen program, which has no interpreter. The process itself prints
+    why it could not draw.
 
     Raises:
         OSError: No process can be started.
@@ -177,10 +162,10 @@ def start_drawing(report: Report, folder: str) -> Sequence[str]:
         _drawings.pop(folder).wait()
     for name in DRAWN:
         files.remove(os.path.join(folder, name))  # of the former report
-    if report.diagnosis.verdict == "too_short" or importlib.util.find_spec("matplotlib") is None:
+    # A frozen executable would start the program again.
+    has_python = sys.executable and not getattr(sys, "frozen", False)
+    if report.diagnosis.verdict == "too_short" or not has_python or importlib.util.find_spec("matplotlib") is None:
         return ()
-    if not sys.executable or getattr(sys, "frozen", False):  # a frozen executable would start the program again
-        raise OSError("this program has no Python interpreter to draw with")
     _drawings[folder] = subprocess.Popen(
         [sys.executable, "-c", _DRAW, folder, *sys.path],
         env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},

@@ -30,5 +30,5 @@ def test_it_finds_the_slow_loader_and_confirms_the_fix(tmp_path: Path) -> None:
     report = load_report(tmp_path)
     assert report.settings["num_workers"] == int(workers)
     assert report.confirmation is not None
-    assert report.confirmation.startswith(f"num_workers 0 -> {workers}")
+    assert f" after num_workers 0 -> {workers}" in report.confirmation
     assert result.stdout.count("Result:  ") == 1

@@ -133,7 +133,9 @@ NOT_IN_TABLES = {
     "own_memory_bytes": "the account of memory has the parts of it",
     "own_utilization_percent": "on a shared GPU it is what others leave of busy",
     "validation_utilization_percent_mean": "a detail of utilization_percent_mean",
-    "energy_joules": "a sentence has the sum of all GPUs",
+    "utilization_percent_p5": "loggers have it over time",
+    "utilization_percent_p95": "loggers have it over time",
+    "energy_joules": "loggers have it over time",
 }
 
 

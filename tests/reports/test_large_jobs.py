@@ -6,14 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_report import GIB, REPORT, of_size
+from sample_report import GIB, REPORT
 from simulated_report import DAY_S, simulated_report
 
 from lightning_gpu_tools.advice.memory_account import PARTS, OtherProcess
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.reports.gpu_table import COLUMNS
 from lightning_gpu_tools.reports.report import Report, ReportFile, from_json, to_json
-from lightning_gpu_tools.reports.text import render_markdown, render_text
+from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.phases import PHASES
 
 SLOW = {"utilization_percent_mean": 5.0, "power_watts_mean": 120.0}
@@ -26,23 +27,17 @@ def with_odd(report: Report, odd: dict[int, dict[str, object]]) -> Report:
     return replace(report, gpus=tuple(gpus))
 
 
-def lines_of(report: Report, *, full: bool = False) -> list[str]:
-    return render_text(report, full=full).splitlines()
-
-
-@pytest.mark.parametrize("count", [1, 17, 1024])
-@pytest.mark.parametrize("is_odd", [False, True])
-def test_a_report_of_any_size_fits_a_screen(count: int, is_odd: bool) -> None:
-    report = of_size(count)
-    if is_odd:
-        report = with_odd(report, {place: {**SLOW, **BROKEN} for place in range(0, count, 7)})
-    lines, markdown = lines_of(report), render_markdown(report).splitlines()
-    assert max(len(lines), len(markdown)) <= 80
+@pytest.mark.parametrize("nodes", [1, 128])
+def test_a_report_of_any_size_fits_a_screen(nodes: int) -> None:
+    count = 8 * nodes
+    full_gpu = {column.field: 100.0 for column in COLUMNS if column.unit != "GiB"}
+    sizes = {column.field: 140 * GIB for column in COLUMNS if column.unit == "GiB"}
+    odd = {place: {**full_gpu, **sizes, **BROKEN} for place in range(0, count, 7)}
+    lines = render_text(with_odd(simulated_report(nodes=nodes), odd)).splitlines()
+    assert len(lines) <= 80
     assert max(map(len, lines)) <= 100
     assert [line.partition(":")[0] for line in lines if line[:1].isupper()][:4] == ["Verdict", "Why", "Next", "Run"]
-    assert markdown[0].startswith("**LOW: the GPU is often idle** (")
     assert any(line.startswith("├─ waiting for data") for line in lines)
-    assert set(lines[lines.index("") + 1 :]) <= set(markdown)  # the same in both
 
 
 def test_everything_at_once_still_fits_and_names_the_rest() -> None:
@@ -52,40 +47,40 @@ def test_everything_at_once_still_fits_and_names_the_rest() -> None:
     )
     account = replace(REPORT.memory[0], parts_bytes=dict.fromkeys(PARTS, GIB))
     report = replace(
-        with_odd(of_size(1024), {place: SLOW | {"errors": (f"Xid {place}",)} for place in range(0, 1024, 5)}),
+        with_odd(
+            simulated_report(nodes=128), {place: SLOW | {"errors": (f"Xid {place}",)} for place in range(0, 24, 5)}
+        ),
         phase_s={**dict.fromkeys(PHASES, 1.0), **dict.fromkeys(names, 1.0)},
+        wall_s=50.0,
         memory=(replace(account, others=tuple(OtherProcess(pid=pid, used_bytes=GIB) for pid in range(9))),) * 1024,
         stalls=(stall,) * 9,
     )
-    lines = lines_of(report)
-    assert len(lines) == len(render_markdown(report).splitlines()) == 76  # four more say where the files are
-    assert sum("45 others" in line and "45 s" in line for line in lines) == 3
+    lines = render_text(report).splitlines()
+    assert len(lines) == 76  # four more say where the files are
+    assert "gpu_report.json has 6 shorter stalls." in lines
+    assert sum(line.startswith("ERROR on ") for line in lines) == 5
     assert lines[-1].endswith(" more lines: lightning-gpu-tools report FILE --full)")
-    assert len(lines_of(report, full=True)) > 2 * 1024
+    assert len(render_text(report, full=True).splitlines()) > 2 * 1024
 
 
 def test_failing_and_least_busy_of_many_gpus_have_rows() -> None:
     odd = {800: BROKEN, 33: SLOW, 34: {"utilization_percent_mean": 20.0}}
-    lines = lines_of(with_odd(of_size(1024), odd))
-    start = "1,024 GPUs: half of them are at most 35% busy; errors and the least busy ("
+    lines = render_text(with_odd(simulated_report(nodes=128), odd)).splitlines()
+    start = "1,024 GPUs: half of them are at most 73% busy; errors and the least busy ("
     head = next(place for place, line in enumerate(lines) if line.startswith(start))
-    titles = lines[head + 1].split()
-    assert titles[:3] == ["node", "GPU", "busy"]
+    assert lines[head + 1].split()[:3] == ["node", "GPU", "busy"]
     rows = [line.split() for line in lines[head + 3 : head + 19]]
-    assert rows[0][:2] == ["100", "0"]
-    assert rows[0][-1] == "error"
-    assert rows[1][:3] == ["4", "1", "5"]
-    assert rows[2][:3] == ["4", "2", "20"]
-    assert len(rows[15]) == len(titles)
+    assert (rows[0][:2], rows[0][-1]) == (["100", "0"], "error")
+    assert [row[:3] for row in rows[1:4]] == [["4", "1", "5"], ["4", "2", "20"], ["127", "1", "33"]]
+    assert len(rows[15]) == len(lines[head + 1].split())
 
 
 def test_full_lists_every_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ReportFile(tmp_path).save(of_size(64))
-    for options in ([], ["--format", "markdown"]):
-        assert main(["report", str(tmp_path), "--full", *options]) == 0
-        rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.endswith(tuple("01234"))]
-        found = [(int(row[0]), int(row[1])) for row in rows if len(row) == 9]
-        assert found == [(node, index) for node in range(8) for index in range(8)]
+    ReportFile(tmp_path).save(simulated_report(nodes=8))
+    assert main(["report", str(tmp_path), "--full"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    found = [(int(row[0]), int(row[1])) for row in rows if len(row) == 10 and row[0].isdigit()]
+    assert found == [(node, index) for node in range(8) for index in range(8)]
 
 
 def test_the_json_of_a_large_job_is_small() -> None:

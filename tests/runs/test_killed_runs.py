@@ -84,9 +84,7 @@ def test_a_run_that_dies_leaves_what_was_known(start: Any, tmp_path: Path, capsy
     assert ended(start(crash)) == -signal.SIGSEGV
     check_cut_off(load_report(tmp_path))
     assert main(["report", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert f"(cut off after step {load_report(tmp_path).steps})\n" in shown
-    assert "The process ended without a final report" in shown
+    assert f"(cut off after step {load_report(tmp_path).steps})\n" in capsys.readouterr().out
 
 
 def test_a_rank_that_is_killed_leaves_the_jobs_report(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_each_fact_is_left_out_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (report.outcome, report.steps) == ("completed", STEPS)
     assert report.diagnosis.verdict in ("low", "healthy")
     assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
-    assert report.step_s_p95 is not None
+    assert report.diagnosis.step_p95_s is not None
     reason = f"({__name__}.Refused: <exception str() failed>)"
     missing = {what for what in SOURCES.values() if f"{what} {reason}" not in report.unseen}
     # Without the idle time of the cores nobody asks who uses them.

@@ -62,7 +62,7 @@ def test_each_part_of_a_loop_has_its_phase(
     }
     assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
     assert (report.steps, report.outcome) == (80, "completed")
-    assert report.step_s_max == pytest.approx(0.12)  # whatever comes between two epochs
+    assert report.diagnosis.step_p95_s == pytest.approx(0.12)  # whatever comes between two epochs
     assert report.settings["num_workers"] == 0
     printed = capsys.readouterr().out
     assert "Verdict: " in printed
