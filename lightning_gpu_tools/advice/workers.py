@@ -44,13 +44,7 @@ def _obstacles(facts: LoaderFacts) -> Iterator[tuple[str, str]]:
         )
     if facts.open_files:
         verb = "is" if len(facts.open_files) == 1 else "are"
-        consequence = "forked workers would share it" if facts.is_forked else "workers cannot have it"
-        yield f"{named(facts.open_files)} {verb} open, and {consequence}", OPEN_IN_WORKER
-    if facts.not_picklable is not None:
-        yield (
-            f"workers cannot import {_code(facts.not_picklable)}, which is defined inside a function",
-            'Define it at module level, or set multiprocessing_context="fork".',
-        )
+        yield f"{named(facts.open_files)} {verb} open, and forked workers would share it", OPEN_IN_WORKER
     if facts.is_iterable and not facts.splits:
         stream = _code(facts.dataset)
         if facts.splits is None:
@@ -84,11 +78,6 @@ def why_not_searched(facts: LoaderFacts) -> str | None:
         return "its batches come in the order in which workers finish them (in_order is False)"
     if facts.own_iterator:
         return f"{kind} has its own _get_iterator"
-    if facts.not_copyable is not None:
-        return (
-            f"worker processes cannot copy its dataset ({_code(facts.not_copyable)}). Create that in the worker, or "
-            "set num_workers yourself"
-        )
     return None
 
 
@@ -99,7 +88,7 @@ def why_not_switched(began: LoaderFacts, now: LoaderFacts) -> str | None:
     if began.within:
         return f"it is inside a {printable(began.within)}, which is not a torch DataLoader"
     opened = [name for name in now.open_files if name not in began.open_files]
-    if opened and now.is_forked:
+    if opened:
         verb = "was" if len(opened) == 1 else "were"
         return (
             f"{named(tuple(opened))} {verb} opened in this process, and forked workers would share it. Start with "

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
 import multiprocessing
-import textwrap
 import types
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -28,8 +26,6 @@ from lightning_gpu_tools.loaders.held import (
     attributes,
     contents_of,
     held_by,
-    is_not_copyable,
-    is_not_picklable,
     is_of_library,
     is_open,
     name_of,
@@ -44,9 +40,7 @@ _OPENS_ANEW = {"getpid", "register_at_fork", "pread"}
 # Each worker draws other random numbers, so a stream of them need not be split.
 _DRAWS = {"rand", "randn", "randint", "random", "choice", "choices", "normal", "uniform", "standard_normal", "integers"}
 _SPLITTERS, _ENDLESS = {"split_by_worker", "ResampledShards"}, "ResampledShards"  # stages of webdataset
-_OWN_PICKLING = ("__getstate__", "__reduce__", "__reduce_ex__")
 _SHARDS = ("num_shards", "n_shards", "shards", "urls")
-_CONVERSIONS = ("as_tensor", "from_numpy", "tensor")  # of torch, that also take a whole batch
 # Our defaults.
 _MAX_CALLS = 3  # functions that call one another, from a method of the dataset on
 _MAX_CODES = 1000
@@ -61,9 +55,7 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
     dataset: Any = loader.dataset
     held, batch_sampler = held_by(dataset), loader.batch_sampler
     of_collate = [] if loader.collate_fn is default_collate else held_by(loader.collate_fn)
-    is_forked = forks_workers(loader)
-    pickled = [] if is_forked else [*held, *of_collate]
-    not_picklable = (item.shown.name for item in pickled if is_not_picklable(item.thing) and not _pickles_itself(item))
+    shared = [*held, *of_collate] if forks_workers(loader) else []  # other workers get copies, or do not start
     is_iterable, things = isinstance(dataset, IterableDataset), [item.thing for item in held]
     return LoaderFacts(
         kind=shown,
@@ -72,10 +64,7 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
         dataset=name_of(dataset),
         ranks=ranks,
         is_daemonic=bool(multiprocessing.current_process().daemon),
-        is_forked=is_forked,
-        open_files=tuple(_open_files([*held, *of_collate], loader.worker_init_fn, is_forked=is_forked)),
-        not_picklable=next(not_picklable, None),
-        not_copyable=next((item.shown.name for item in held if is_not_copyable(item.thing)), None),
+        open_files=tuple(_open_files(shared, loader.worker_init_fn)),
         keeps_position=hasattr(kind, "state_dict"),  # that of ExactResume is an attribute of the loader
         in_order=loader.in_order,
         own_iterator=getattr(kind, GET_ITERATOR, None) is not getattr(DataLoader, GET_ITERATOR, None),
@@ -91,31 +80,16 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
     )
 
 
-def _open_files(found: Sequence[Held], worker_init: Any, *, is_forked: bool) -> Iterator[str]:
+def _open_files(shared: Sequence[Held], worker_init: Any) -> Iterator[str]:
     """Yield the names of what is open, unless the program opens it again in the workers."""
     anew = _names([worker_init]) if worker_init is not None else set()
     known = set()
-    for item in found:
-        if is_open(item.thing):
-            shown = item.shown
-            owner = None if shown.holder is None else type(shown.holder.thing)
+    for name, thing, owner in shared:
+        if name not in known and is_open(thing):
+            known.add(name)
             own = set() if owner is None or is_of_library(owner) else _names([owner])
-            is_opened_anew = shown.name.rpartition(".")[2] in anew or not _OPENS_ANEW.isdisjoint(own)
-            is_left_out = not is_forked and _pickles_itself(item)
-            if not (is_opened_anew or is_left_out or shown.name in known):
-                known.add(shown.name)
-                yield shown.name
-
-
-def _pickles_itself(held: Held) -> bool:
-    """Return whether a class of the program says what is pickled of the objects around a thing."""
-    holder = held.holder
-    while holder is not None:
-        own = [vars(base) for base in type(holder.thing).__mro__ if not is_of_library(base)]
-        if any(name in names for names in own for name in _OWN_PICKLING):
-            return True
-        holder = holder.holder
-    return False
+            if name.rpartition(".")[2] not in anew and _OPENS_ANEW.isdisjoint(own):
+                yield name
 
 
 # Streams
@@ -210,34 +184,4 @@ def _is_table(dataset: Any) -> bool:
     """Return whether a list of indices fetches the rows of a batch from tensors or arrays, as an index does one row."""
     if type(dataset) is Subset:
         return _is_table(dataset.dataset)
-    if type(dataset) is TensorDataset or _has_rows(dataset):
-        return True
-    method = getattr(type(dataset), "__getitem__", None)
-    if not isinstance(method, types.FunctionType) or hasattr(type(dataset), "__getitems__"):
-        return False
-    try:
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
-    except (OSError, SyntaxError, TypeError, ValueError):  # there is no source
-        return False
-    if not isinstance(function, ast.FunctionDef) or len(function.args.args) != 2:
-        return False
-    own, index = (argument.arg for argument in function.args.args)
-    held = {name for name, value in attributes(dataset).items() if _has_rows(value)}
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return len(body) == 1 and isinstance(body[0], ast.Return) and _is_row(body[0].value, own, index, held)
-
-
-def _has_rows(thing: Any) -> bool:
-    return isinstance(thing, torch.Tensor) or (type(thing).__module__, type(thing).__name__) == ("numpy", "ndarray")
-
-
-def _is_row(code: ast.expr | None, own: str, index: str, held: Collection[str]) -> bool:
-    """Return whether code only takes rows: ``self.x[i]``, ``torch.as_tensor(self.x[i])``, tuples and dicts of them."""
-    match code:
-        case ast.Subscript(value=ast.Attribute(value=ast.Name(id=one), attr=name), slice=ast.Name(id=at)):
-            return one == own and at == index and name in held
-        case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Dict(values=parts):
-            return all(_is_row(part, own, index, held) for part in parts)
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name), args=[part], keywords=[]):
-            return name in _CONVERSIONS and _is_row(part, own, index, held)
-    return False
+    return type(dataset) is TensorDataset or isinstance(dataset, (torch.Tensor, np.ndarray))

@@ -11,7 +11,6 @@ import itertools
 import mmap
 import random
 import sys
-import threading
 import types
 import zlib
 from collections import deque
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -34,41 +34,37 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 # Their parts are not searched. A logger is found by its name in every process.
 _CLOSED_PACKAGES = {"torch", "numpy", "pandas", "logging", "enum", "re"}
 _STANDARD_STREAMS = 2  # the highest descriptor of stdin, stdout and stderr
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _PACKAGES = ("site-packages", "dist-packages")
 
 
 class Held(NamedTuple):
     """A thing that a dataset holds, and how to reach it."""
 
-    name: str  # "Photos.file"
+    name: str  # "Photos.file"; a part of a library's object has the name of that: of the archive, not of its file
     thing: Any
-    holder: Held | None = None  # None: it is the dataset itself
-
-    @property
-    def shown(self) -> Held:
-        """The attribute of the program or of a dataset that holds it: the zip archive, not the file in the archive."""
-        one = self
-        while (holder := one.holder) is not None and not isinstance(holder.thing, (Dataset, *_FUNCTIONS)):
-            if not is_of_library(type(holder.thing)):
-                break
-            one = holder
-        return one
+    owner: type | None = None  # class of the object, of the program or a dataset, that has this attribute
 
 
 def held_by(root: object) -> list[Held]:
     """Return a dataset and what it holds, each object once, from the outside to the inside."""
     found, seen = [Held(name_of(root), root)], {id(root)}
     for item in found:  # which grows
-        for label, part in _parts(item.thing):
+        thing, (name, _, owner) = item.thing, item
+        is_named = isinstance(thing, (Dataset, *_FUNCTIONS)) or not is_of_library(type(thing))
+        for label, part in _parts(thing):
             if len(found) >= _MAX_THINGS:
                 return found
             if id(part) not in seen and not isinstance(part, _ATOMS):
                 seen.add(id(part))
                 kind = type(part)
                 is_sequence = hasattr(kind, "__getitem__") or hasattr(kind, "__iter__")
-                # The attributes of a dataset of its own are named after it.
-                is_dataset = isinstance(part, Dataset) or (is_sequence and not is_of_library(kind))
-                found.append(Held(name_of(part) if is_dataset else item.name + label, part, item))
+                if isinstance(part, Dataset) or (is_sequence and not is_of_library(kind)):
+                    found.append(Held(name_of(part), part))  # its attributes are named after it
+                elif is_named:
+                    found.append(Held(name + label, part, type(thing)))
+                else:
+                    found.append(Held(name, part, owner))
     return found
 
 
@@ -91,8 +87,8 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
     container = next((kind for kind in _CONTAINERS if isinstance(thing, kind)), None)
     if container is not None:  # by its own methods, because a subclass may have others
         items = container.items(thing) if container is dict else enumerate(container.__iter__(thing))
-        for key, value in list(itertools.islice(items, 0, None, container.__len__(thing) // _MAX_ITEMS + 1)):
-            yield f"[{repr(key)[:_MAX_TEXT] if isinstance(key, (str, int)) else type(key).__name__}]", value
+        for _, value in list(itertools.islice(items, 0, None, container.__len__(thing) // _MAX_ITEMS + 1)):
+            yield "", value
     elif isinstance(thing, functools.partial):
         yield "", thing.func
         yield from (("", value) for value in (*thing.args, *thing.keywords.values()))
@@ -122,9 +118,8 @@ def attributes(thing: object) -> dict[str, Any]:
 
 def _loaded(name: str) -> type | None:
     """Return a class such as ``"h5py.HLObject"`` if its package is imported."""
-    package, _, kind = name.rpartition(".")
-    found = sys.modules.get(package)
-    return getattr(found, kind, getattr(getattr(found, "_hl", None), kind, None))
+    module, _, kind = name.rpartition(".")
+    return getattr(sys.modules.get(module), kind, None)
 
 
 # Handles of C libraries, and whether one is open. They share a descriptor or a lock with a forked process.
@@ -142,7 +137,7 @@ def is_open(thing: object) -> bool:
     kind = type(thing)
     try:
         if isinstance(thing, io.IOBase):
-            if isinstance(thing, (io.BytesIO, io.StringIO)) or thing.closed or not thing.readable():
+            if isinstance(thing, (io.BytesIO, io.StringIO)) or not thing.readable():
                 return False
             with suppress(OSError):  # it has no descriptor: a connection, or a member of an archive
                 return thing.fileno() > _STANDARD_STREAMS
@@ -156,23 +151,6 @@ def is_open(thing: object) -> bool:
     except Exception:  # noqa: BLE001 - a handle that is closed, or unlike all others, may raise anything
         return False
     return False
-
-
-_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.local, threading.Thread)
-
-
-def is_not_copyable(thing: object) -> bool:
-    """Return whether pickle refuses a thing wherever it is: a lock, a thread, a running generator."""
-    semaphore = _loaded("_multiprocessing.SemLock")
-    if isinstance(thing, (*_LOCKS, types.GeneratorType, types.CoroutineType)):
-        return True
-    return semaphore is not None and isinstance(thing, semaphore)
-
-
-def is_not_picklable(thing: object) -> bool:
-    """Return whether another process cannot find the code of a thing: it is, or its class is, in a function."""
-    named = thing if isinstance(thing, types.FunctionType) else type(thing)
-    return any(part in named.__qualname__ for part in ("<lambda>", "<locals>"))
 
 
 def contents_of(found: list[Held]) -> int:
@@ -193,27 +171,48 @@ def _state(thing: Any) -> object:
     for container in _CONTAINERS:
         if isinstance(thing, container):
             return container.__len__(thing)
+    if isinstance(thing, torch.Generator):
+        return thing.get_state().tolist()
+    if isinstance(thing, GENERATORS):
+        return state_of(thing)
     if type(thing) in (torch.Tensor, torch.nn.Parameter):
-        is_on_cpu = thing.device.type == "cpu" and thing.layout is torch.strided
+        is_on_cpu = thing.device.type == "cpu" and thing.layout is torch.strided  # a GPU would have to be waited for
         if not is_on_cpu or thing.is_quantized or not thing.is_contiguous():
             return None
         few = thing.detach().reshape(-1)[:: thing.numel() // _MAX_ELEMENTS + 1]
         return tuple(thing.shape), zlib.crc32(few.clone().view(torch.uint8).numpy().tobytes())
+    if type(thing) is np.ndarray and thing.flags.c_contiguous and not thing.dtype.hasobject:  # not one on a disk
+        return thing.shape, zlib.crc32(thing.reshape(-1)[:: thing.size // _MAX_ELEMENTS + 1].tobytes())
+    return None
+
+
+# Random generators
+
+
+def state_of(thing: Any) -> Any:
+    """Return the state of one of :data:`GENERATORS`, in types that ``weights_only=True`` reads, or anything else."""
     if isinstance(thing, torch.Generator):
-        return thing.get_state().tolist() if thing.device.type == "cpu" else None  # a GPU would have to be waited for
+        return thing.get_state()
     if isinstance(thing, random.Random):
-        return hash(thing.getstate())
-    return _numpy_state(thing) if type(thing).__module__.startswith("numpy") else None
+        return thing.getstate()
+    if isinstance(thing, np.random.Generator):
+        return state_of(thing.bit_generator.state)
+    if isinstance(thing, np.random.RandomState):
+        return state_of(thing.get_state(legacy=False))
+    if isinstance(thing, dict):  # a state of NumPy, which takes lists for its arrays
+        return {name: state_of(value) for name, value in thing.items()}
+    return thing.tolist() if isinstance(thing, np.ndarray) else thing
 
 
-def _numpy_state(thing: Any) -> object:
-    kind = type(thing).__name__
-    if kind == "ndarray":  # not one on a disk
-        few = thing.reshape(-1)[:: thing.size // _MAX_ELEMENTS + 1] if thing.flags.c_contiguous else None
-        return thing.shape, None if few is None or thing.dtype.hasobject else zlib.crc32(few.tobytes())
-    if kind == "Generator":
-        return thing.bit_generator.state
-    return thing.get_state(legacy=False) if kind == "RandomState" else None
+def with_state(thing: Any, state: Any) -> Any:
+    """Set one of :data:`GENERATORS` to a state of :func:`state_of`, and return it; return anything else's state."""
+    if isinstance(thing, random.Random):
+        thing.setstate(state)
+    elif isinstance(thing, np.random.Generator):
+        thing.bit_generator.state = state
+    elif isinstance(thing, (torch.Generator, np.random.RandomState)):
+        thing.set_state(state)
+    return thing if isinstance(thing, GENERATORS) else state
 
 
 # Loaders

@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_gpu_tools.loaders.held import held_by, name_of
+from lightning_gpu_tools.loaders.held import GENERATORS, held_by, name_of, state_of, with_state
 from lightning_gpu_tools.loaders.passes import ContinuedLoader, Indices, Loading, Pass, continued, seed_cpu
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR, sampler_of
 
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _MASK = 2**63 - 1
 _GOLDEN = 0x1E3779B97F4A7C15  # odd, so that no two batches of a pass have the same seed: 2**64 / the golden ratio
 
@@ -234,7 +231,7 @@ def _seeded(sampler: Any, of_order: int, of_contents: int, skip: int) -> Iterato
             yield _SeededIndex((seed_of_batch(of_contents, number), index))
 
 
-# Seeds and states of generators
+# Seeds
 
 
 def seed_all(seed: int) -> None:
@@ -252,29 +249,3 @@ def mixed(*parts: object) -> int:
 def seed_of_batch(seed: int, number: int) -> int:
     """Return the seed of a batch. This is :func:`mixed` in a tenth of its time, for numbers of batches alone."""
     return (seed + number * _GOLDEN) & _MASK
-
-
-def state_of(thing: Any) -> Any:
-    """Return the state of one of :data:`GENERATORS`, in types that ``weights_only=True`` reads, or anything else."""
-    if isinstance(thing, torch.Generator):
-        return thing.get_state()
-    if isinstance(thing, random.Random):
-        return thing.getstate()
-    if isinstance(thing, np.random.Generator):
-        return state_of(thing.bit_generator.state)
-    if isinstance(thing, np.random.RandomState):
-        return state_of(thing.get_state(legacy=False))
-    if isinstance(thing, dict):  # a state of NumPy, which takes lists for its arrays
-        return {name: state_of(value) for name, value in thing.items()}
-    return thing.tolist() if isinstance(thing, np.ndarray) else thing
-
-
-def with_state(thing: Any, state: Any) -> Any:
-    """Set one of :data:`GENERATORS` to a state of :func:`state_of`, and return it; return anything else's state."""
-    if isinstance(thing, random.Random):
-        thing.setstate(state)
-    elif isinstance(thing, np.random.Generator):
-        thing.bit_generator.state = state
-    elif isinstance(thing, (torch.Generator, np.random.RandomState)):
-        thing.set_state(state)
-    return thing if isinstance(thing, GENERATORS) else state

@@ -328,7 +328,7 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
 
     Args:
         loader: The loader. Nothing is tried if it keeps its position (``state_dict``), if its dataset is iterable or
-            holds an open file or a lock, or if this process may not start others.
+            holds an open file, or if this process may not start others.
         step_time_s: Duration of a training step once its batch is ready, in seconds.
         budget_s: Time limit in seconds. It holds even if an item of the dataset hangs.
 

@@ -70,7 +70,7 @@ def _of_loaders(run: Run, batch_bytes: int | None) -> Iterator[str]:
             )
     loaders = [one.loader for one in run.loaders if isinstance(one.loader, DataLoader)]
     facts = [read_loader_facts(loader) for loader in loaders if loader.num_workers]
-    shared_files = tuple(file for one in facts if one.is_forked for file in one.open_files)
+    shared_files = tuple(file for one in facts for file in one.open_files)
     if shared_files:
         yield (
             f"The DataLoader's workers share {named(shared_files)}, open since before they were forked, and may "

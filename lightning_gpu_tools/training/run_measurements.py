@@ -155,10 +155,7 @@ class LoaderFacts:
     shards: int | None = None  # number of shards of a stream, for all ranks; None if unknown
     ranks: int = 1
     is_daemonic: bool = False  # whether this process may not start others
-    is_forked: bool = True  # whether workers are forked, so that they share what the dataset has opened
-    open_files: tuple[str, ...] = ()  # what the dataset or the collate function holds open: "Photos.file"
-    not_picklable: str | None = None  # what cannot be sent to workers that are not forked: "Photos.transform"
-    not_copyable: str | None = None  # what a copy of the dataset could not have: "Photos.lock"
+    open_files: tuple[str, ...] = ()  # what forked workers would share with this process: "Photos.file"
     keeps_position: bool = False  # whether it has a state_dict
     in_order: bool = True  # whether its batches come in the sampler's order
     own_iterator: bool = False  # whether its class has its own _get_iterator

@@ -7,7 +7,6 @@ import itertools
 import mmap
 import os
 import sqlite3
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -138,19 +137,6 @@ def test_files_reopened_in_workers_are_no_obstacle(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "name"),
-    [
-        (threading.Lock(), "Photos.thing"),
-        ((i for i in range(3)), "Photos.thing"),
-        ({"transform": print}, None),
-        ([torch.rand(2), np.ones(2), torch.Generator(), torch.nn.Linear(2, 2)], None),
-    ],
-)
-def test_what_cannot_be_copied_is_named(held: Any, name: str | None) -> None:
-    assert facts_of(Photos(thing=held)).not_copyable == name
-
-
-@pytest.mark.parametrize(
     "change",
     [
         lambda one: one.cache.update(b=2),
@@ -237,31 +223,11 @@ def test_shards_of_a_webdataset_are_counted() -> None:
 # Tables
 
 
-class Rows(Dataset[Any]):
-    def __init__(self, x: Any = None) -> None:
-        self.x, self.y = torch.rand(6, 2) if x is None else x, np.arange(6)
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, i: int) -> Any:
-        """Return a row."""
-        return {"x": self.x[i], "y": torch.as_tensor(self.y[i])}
-
-
-class Decoding(Rows):
-    def __getitem__(self, i: int) -> Any:
-        return (self.x[i] * 2).sqrt()
-
-
 @pytest.mark.parametrize(
     ("dataset", "is_table"),
     [
         (TensorDataset(torch.rand(6, 2), torch.rand(6)), True),
         (Subset(TensorDataset(torch.rand(6, 2)), [1, 3, 5]), True),
-        (Rows(), True),
-        (Rows([torch.rand(2)] * 6), False),
-        (Decoding(), False),
         (Samples(6), False),
     ],
 )

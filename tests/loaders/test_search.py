@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from typing import Any
 
@@ -53,12 +52,6 @@ class Killed(Samples):
         return super().__getitem__(index)
 
 
-class Holding(Samples):
-    def __init__(self, thing: object) -> None:
-        super().__init__(9)
-        self.thing = thing
-
-
 class Stuck:
     """A sampler that cannot be copied."""
 
@@ -75,7 +68,6 @@ class Stuck:
         (range(9), "it is a builtins.range"),
         (DataLoader(Broken(9)), "a worker process cannot load a batch (KeyError: 'no such sample')"),
         (DataLoader(Killed(9)), "RuntimeError: a worker process was killed by SIGKILL, but not by the kernel"),
-        (DataLoader(Holding(threading.Lock())), "worker processes cannot copy its dataset (`Holding.thing`)"),
         (DataLoader(Samples(5), sampler=Stuck()), "its sampler yields no batches (TypeError"),
     ],
 )

@@ -272,22 +272,3 @@ def test_a_process_that_is_not_daemonic_may_start_workers(tmp_path: Path) -> Non
     with getattr(importlib.import_module(module), kind)(1) as executor:
         executor.submit(measured_loop, *arguments).result()
     assert eval((tmp_path / "said").read_text())[1]
-
-
-def loader_with_a_lambda(**options: Any) -> DataLoader[Any]:
-    dataset = Samples(BATCHES, time.sleep, LOAD_S)
-    dataset.transform = lambda one: one  # type: ignore[attr-defined]
-    return DataLoader(dataset, **options)
-
-
-@pytest.mark.follows('Define it at module level, or set multiprocessing_context="fork".')
-def test_what_cannot_be_pickled_gets_forked_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as spawning:
-        spawning.setattr(multiprocessing, "get_start_method", lambda allow_none: "spawn")
-        advice = diagnosed(tmp_path, Counting(), loader_with_a_lambda()).advice
-    assert "Workers cannot import `Samples.transform`, which is defined inside a function." in advice
-    option, value = re.search(r'set (\w+)="(\w+)"', advice).groups()  # type: ignore[union-attr]
-    refused = loader_with_a_lambda(**settings_in(advice), multiprocessing_context="spawn")
-    with pytest.raises(Exception, match=r"[Pp]ickle"):
-        iter(refused)
-    assert trained(tmp_path, loader_with_a_lambda(**settings_in(advice), **{option: value}), max_epochs=1) == ALL
