@@ -41,10 +41,6 @@ class ClaimsLockedError(ClaimsError):
     """Another process has locked the claims folder. Waiting may help."""
 
 
-class UnknownOptionError(LightningGpuToolsError, TypeError):
-    """A strategy got an unknown option. The message lists the valid options."""
-
-
 class CudaAlreadyInitializedError(LightningGpuToolsError):
     """CUDA has already started in this process, so changes to ``CUDA_VISIBLE_DEVICES`` have no effect."""
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import os
-import pkgutil
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,20 +13,15 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpu_tools.errors import (
-    CudaAlreadyInitializedError,
-    NotEnoughGpusError,
-    NvmlUnavailableError,
-    UnknownOptionError,
-)
+from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError, NvmlUnavailableError
 from lightning_gpu_tools.reports.last_run import last_need
 from lightning_gpu_tools.runs.run_gpus import gpu_readings
 from lightning_gpu_tools.selection import placement
 from lightning_gpu_tools.selection.cuda import few_visible, visible_gpus
 from lightning_gpu_tools.selection.picking import list_gpus
-from lightning_gpu_tools.selection.ranking import LAST_RUN, OPTIONS, Request, documented
+from lightning_gpu_tools.selection.ranking import LAST_RUN, Request, documented
 from lightning_gpu_tools.trainer.families import CUDAAccelerator, Strategy, family_of, front_of, subclass
-from lightning_gpu_tools.trainer.import_hooks import FABRICS, when_imported
+from lightning_gpu_tools.trainer.import_hooks import when_imported
 
 # By a Trainer and a Fabric, before they set any attribute.
 _READ_FIRST = ("_accelerator", "_precision_plugin", "_precision", "_checkpoint_io", "cluster_environment")
@@ -71,14 +64,7 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         claim: bool = True,
     ) -> None:
         super().__init__()
-        type(self)._request = requested(
-            min_free,
-            max_utilization=max_utilization,
-            exclusive=exclusive,
-            name=name,
-            wait=wait,
-            claim=claim,
-        )
+        type(self)._request = _requested(Request(1, min_free, max_utilization, exclusive, name, wait, claim))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled_accelerator, (front_of(type(self)), self._request), vars(self)
@@ -108,12 +94,13 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
 when_imported("accelerators.cuda", lambda module: module.CUDAAccelerator.register(FreeMemoryCUDAAccelerator))
 
 
-def requested(min_free: int | str | None, **options: Any) -> Request:
-    """Return the request for these options; for ``min_free="last"``, log the size and its run."""
-    if min_free == LAST_RUN:
+def _requested(request: Request) -> Request:
+    """Return a request whose options are valid; for ``min_free="last"``, log the size and its run."""
+    if request.min_free == LAST_RUN:
         min_free, origin = last_need(os.curdir, sys.argv[:1])
         rank_zero_info(origin)
-    return Request(min_free=min_free, **options).checked()
+        request = request._replace(min_free=min_free)
+    return request.checked()
 
 
 def _unpickled_accelerator(cls: type[FreeMemoryCUDAAccelerator], request: Request) -> FreeMemoryCUDAAccelerator:
@@ -169,13 +156,10 @@ class _FreeMemory(Strategy):
     Raises:
         NotEnoughGpusError: Not enough GPUs qualify.
         ReportError: ``min_free="last"`` finds no report of a run on a GPU.
-        TypeError: An option is unknown.
     """
 
     base_name: ClassVar[str]  # of Lightning's strategy, which becomes a base once a Trainer or a Fabric takes it
     _family: ClassVar[str | None] = None  # of that Trainer or Fabric
-    _wrapper: ClassVar[str | None] = None  # gets the options that Lightning's strategy does not have
-    _known: ClassVar[frozenset[str]] = frozenset()  # options of both, once Lightning is imported
     _runs_on_cpu: ClassVar[bool] = False
     _max_devices: ClassVar[int | None] = None
     _fixed: ClassVar[dict[str, Any]] = {}  # options that the user does not choose
@@ -191,20 +175,7 @@ class _FreeMemory(Strategy):
         claim: bool = True,
         **kwargs: Any,
     ) -> None:
-        for option in sorted(kwargs.keys() - self._known) if self._known else ():
-            # Lightning detects a misspelled option only when training starts, or never.
-            raise UnknownOptionError(
-                f"{type(self).__name__} has no option {option!r} (got {option}={kwargs[option]!r}). "
-                f"It has {', '.join([*OPTIONS, *sorted(self._known)])}."
-            )
-        self._request = requested(
-            min_free,
-            max_utilization=max_utilization,
-            exclusive=exclusive,
-            name=name,
-            wait=wait,
-            claim=claim,
-        )
+        self._request = _requested(Request(1, min_free, max_utilization, exclusive, name, wait, claim))
         self._picked: list[torch.device] | None = None
         self._options = {**self._fixed, **kwargs}
 
@@ -281,7 +252,6 @@ class FreeMemoryDDPStrategy(_FreeMemory):
 
     strategy_name = "ddp_free_memory"
     base_name = "DDPStrategy"
-    _wrapper = "torch.nn.parallel:DistributedDataParallel"
     _runs_on_cpu = True
 
 
@@ -290,7 +260,6 @@ class FreeMemoryFSDPStrategy(_FreeMemory):
 
     strategy_name = "fsdp_free_memory"
     base_name = "FSDPStrategy"
-    _wrapper = "torch.distributed.fsdp:FullyShardedDataParallel"
 
 
 class FreeMemoryDeepSpeedStrategy(_FreeMemory):
@@ -321,28 +290,9 @@ def _unpickled(front: type, family: str) -> Any:
 
 
 def _serve(strategies: ModuleType) -> None:
-    """Let the Trainer or the Fabric of this family take the strategies, and show a Trainer's options in their help."""
-    own = list(inspect.signature(_FreeMemory.__init__, eval_str=True).parameters.values())[:-1]  # without **kwargs
+    """Let the Trainer or the Fabric of this family take the strategies."""
     for strategy in (FreeMemoryStrategy, FreeMemoryDDPStrategy, FreeMemoryFSDPStrategy, FreeMemoryDeepSpeedStrategy):
-        base = getattr(strategies, strategy.base_name)
-        base.register(strategy)
-        options = dict(inspect.signature(base).parameters)
-        strategy._known |= options.keys()
-        if strategy._wrapper:
-            wrapped = inspect.signature(pkgutil.resolve_name(strategy._wrapper)).parameters
-            strategy._known |= wrapped.keys()
-            if strategy is FreeMemoryDDPStrategy:  # FSDP's defaults are not Lightning's
-                options = {**wrapped, **options}
-        strategy._known -= {"kwargs", "module", "device_ids", *strategy._fixed}
-        if not strategies.__name__.startswith(FABRICS):
-            shown = [each for name, each in options.items() if name in strategy._known]
-            theirs = [each.replace(kind=each.KEYWORD_ONLY) for each in shown]
-
-            def init(self: _FreeMemory, **options: Any) -> None:
-                _FreeMemory.__init__(self, **options)
-
-            init.__signature__ = inspect.Signature([*own, *theirs])  # type: ignore[attr-defined]
-            strategy.__init__ = functools.wraps(_FreeMemory.__init__)(init)  # type: ignore[method-assign]
+        getattr(strategies, strategy.base_name).register(strategy)
 
 
 when_imported("strategies", _serve)

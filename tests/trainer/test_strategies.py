@@ -19,7 +19,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from sample_report import TRAINED
 
 from lightning_gpu_tools import FreeMemoryCUDAAccelerator, NumWorkersFinder, select_gpus
-from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError, UnknownOptionError
+from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError
 from lightning_gpu_tools.reports.report import ReportFile
 from lightning_gpu_tools.selection import ranking
 from lightning_gpu_tools.selection.ranking import Request
@@ -75,16 +75,6 @@ def test_options_of_lightnings_strategy_reach_it(cuda: Driver) -> None:
 def test_options_of_deepspeed_reach_it(cuda: Driver) -> None:
     made: Any = trainer(FreeMemoryDeepSpeedStrategy(stage=3)).strategy
     assert made.config["zero_optimization"]["stage"] == 3
-
-
-@pytest.mark.parametrize("strategy", [FreeMemoryStrategy, FreeMemoryDDPStrategy])
-def test_an_unknown_option_is_named_with_the_known_ones(cuda: Driver, strategy: Any) -> None:
-    known = r"It has min_free, .*wait, claim"
-    named = rf"{strategy.__name__} has no option 'min_fre' \(got min_fre='8GiB'\)\. {known}"
-    with pytest.raises(UnknownOptionError, match=named):
-        strategy(min_fre="8GiB")
-    with pytest.raises(ValueError, match="8 bananas"):
-        strategy(min_free="8 bananas")
 
 
 @needs_deepspeed
