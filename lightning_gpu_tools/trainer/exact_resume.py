@@ -74,7 +74,6 @@ class ExactResume(GuardedCallback):
         self._has_hook = overrides(pl_module, "LightningModule", "on_train_batch_end")
         self._patches = Patches()
         self._patches.put(trainer.strategy, "process_dataloader", partial(partial, self._process_loader))
-        self._patches.put(trainer, "save_checkpoint", partial(partial, self._save_timed))
         # Not hooks of the callback, which run before the module's own: what that changes belongs into the file.
         self._patches.put(pl_module, "on_train_batch_start", partial(before, self._batch_started))
         self._patches.put(pl_module, "on_train_batch_end", partial(after, self._batch_ended))
@@ -83,11 +82,6 @@ class ExactResume(GuardedCallback):
     def _process_loader(self, process: Any, loader: Any) -> Any:
         loader = process(loader)
         return self._positions.keep(loader, self._trainer.training) if is_resumable(loader) else loader
-
-    def _save_timed(self, save: Any, *args: Any, **kwargs: Any) -> None:
-        began_s = time.monotonic()
-        save(*args, **kwargs)
-        self._preemption.last_save_s = time.monotonic() - began_s
 
     def _seed(self, *stream: object) -> None:
         """Give what draws next a stream of its own. Ranks that are seeded alike have the same."""
@@ -148,8 +142,6 @@ class ExactResume(GuardedCallback):
     def _batch_started(self) -> None:
         compat.end_restart(self._trainer)
         self._positions.batch_started()
-        if not self._positions.places:  # whose passes would have done that
-            self._seed("step", self._trainer.fit_loop.total_batch_idx)
         self._step_before = self._trainer.global_step
 
     def _batch_ended(self) -> None:
@@ -220,10 +212,11 @@ class ExactResume(GuardedCallback):
         if saving is not None:
             saving.last_model_path = path  # a resumed run would save as last-v1.ckpt, and leave this file as it is
         unfinished = path if "://" in folder else f"{path}.unfinished"
+        began_s = time.monotonic()
         trainer.save_checkpoint(unfinished)
         self._saved = unfinished, path
         rank_zero_info(
-            f"{why}: saved step {trainer.global_step} to {printable_path(path)} in {self._preemption.last_save_s:.1f} "
+            f"{why}: saved step {trainer.global_step} to {printable_path(path)} in {time.monotonic() - began_s:.1f} "
             f"s. To continue, run the same command with fit(..., ckpt_path={path!r})."
         )
 

@@ -1,10 +1,9 @@
 """An agreement of all ranks on the point at which a run that is asked to stop saves and ends.
 
 A point is the end of a training or validation batch: (training batches, validation batches since). The training thread
-only notes the points that it reaches. A thread of each rank watches for the request of any rank, publishes the last
-point that its rank has reached, and takes the highest of all. The first point after that is the same on all ranks: a
-rank that comes to a point between its publication and the agreement waits for the agreement. The thread of rank 0 also
-says at once what the save waits for, in case the time of grace is shorter.
+only notes the points that it reaches. With several ranks, a thread of each rank watches for the request of any rank,
+publishes the last point that its rank has reached, and takes the highest of all. The first point after that is the same
+on all ranks: a rank that comes to a point between its publication and the agreement waits for the agreement.
 """
 
 from __future__ import annotations
@@ -14,11 +13,8 @@ import json
 import math
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
-
-from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.trainer.families import family_of
@@ -30,23 +26,26 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preemption:
-    """The signals that ask this run to stop, and the point at which it does. Ends with :meth:`close`."""
+    """The signals that ask this run to stop, and the point at which it does. Ends with :meth:`close`.
+
+    ``store`` is that of the ranks, if there are several.
+    """
 
     def __init__(self, trainer: Any, store: Any, name: str) -> None:
-        self.last_save_s: float | None = None
         self.signal: int | None = None  # the one that this or another rank got, once the ranks have agreed
         self.requeue: Callable[[], object] | None = None  # saves and requeues the job, if SLURM has a signal for that
         self._trainer = trainer
         self._asked: int | None = None
         self._key = f"lightning_gpu_tools/stop/{name}"
         self._store = store
-        self._reached, self._reached_s = (0, 0), time.monotonic()
+        self._reached = (0, 0)
         self._is_published = False
         self._agreed = threading.Event()
         self._last = (0, 0)  # the highest point that a rank had reached, once the ranks have agreed
         self._jobs = BackgroundJobs()
         self._patches = Patches()
-        self._jobs.add("Watching for a request to stop", self._watch)
+        if store is not None:
+            self._jobs.add("Watching for a request to stop", self._watch)
 
     def listen(self) -> None:
         """Take the signals over from Lightning, whose handlers broadcast or save at once, in the middle of a step."""
@@ -71,7 +70,6 @@ class Preemption:
 
     def is_due(self, point: tuple[int, int]) -> bool:
         """Return whether the run stops at this point, which has been reached."""
-        self._reached_s = time.monotonic()
         if self._store is None:
             self.signal = self._request()
             return self.signal is not None
@@ -82,12 +80,6 @@ class Preemption:
     def _watch(self) -> float:
         """Publish and read points once a rank has been asked. Runs in a thread."""
         store, flag, request = self._store, f"{self._key}/flag", self._request()
-        if store is None:
-            if request is None:
-                return _POLL_S
-            if self.signal is None:  # else it saves already
-                self._say(request)
-            return math.inf
         if request is not None and not self._is_published:
             store.set(flag, str(request))
         if not store.check([flag]):
@@ -95,7 +87,6 @@ class Preemption:
         if not self._is_published:
             self._is_published = True
             store.set(f"{self._key}/{self._trainer.global_rank}", json.dumps(self._reached))
-            self._say(int(store.get(flag)))
         keys = [f"{self._key}/{rank}" for rank in range(self._trainer.world_size)]
         if not store.check(keys):
             return _POLL_S / 10
@@ -103,14 +94,6 @@ class Preemption:
         self.signal = int(store.get(flag))
         self._agreed.set()
         return math.inf
-
-    def _say(self, request: int) -> None:
-        """Say on rank 0 what the save waits for."""
-        last = "" if self.last_save_s is None else f" The last save took {self.last_save_s:.1f} s."
-        rank_zero_info(
-            f"{signal.Signals(request).name}: the run saves once the current step or validation batch has ended. The "
-            f"last one ended {time.monotonic() - self._reached_s:.1f} s ago.{last}"
-        )
 
     def close(self) -> None:
         """Put the signal handlers back."""
