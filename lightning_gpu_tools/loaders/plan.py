@@ -48,43 +48,42 @@ class Step(NamedTuple):
     wait_s: float = 0.0  # wait for its batch
     threads: int = 0  # number of computing threads; 0 = the step leaves the cores free, like a step on a GPU
 
+    @property
+    def total_s(self) -> float:
+        """The time from batch to batch."""
+        return self.wait_s + self.step_s
+
+    @property
+    def wait_share(self) -> float:
+        """The share of time spent waiting for batches."""
+        return self.wait_s / self.total_s
+
 
 def ramp_up(settings: LoaderSettings) -> int:
     """Return the number of batches that may have been loaded before the first step, plus two."""
     return settings.num_workers * (1 + (settings.prefetch_factor or 0)) + 2
 
 
-def step_cost(study: Sequence[Step], torch_threads: int, settings: LoaderSettings) -> Step:
-    """Return the cost of a step in a study with these settings, and the mean wait for its batch.
+def step_cost(steps: Sequence[Step], torch_threads: int, settings: LoaderSettings) -> Step:
+    """Return the cost of the first steps with these settings: the median time of a step, and the mean wait before it.
 
-    The cost once the batch is ready is the lower quartile, unaffected by validation and checkpoints.
+    Validation and checkpoints do not change the median.
     """
-    step_s = max(1e-6, sorted(step.step_s for step in study)[len(study) // 4])
-    cpu_s = sorted(step.cpu_s for step in study)[len(study) // 4]
+    study = steps[WARM_UP_STEPS:] or steps
+    step_s, cpu_s = max(1e-6, median(step.step_s for step in study)), median(step.cpu_s for step in study)
     busy = cpu_s / step_s
     threads = 0 if busy < _BUSY_SHARE * torch_threads else max(1, math.ceil(busy - 0.1))
     waits_s = [step.wait_s for step in study[max(0, ramp_up(settings) - WARM_UP_STEPS) :]]
     return Step(step_s, cpu_s, mean(waits_s or [0.0]), threads)
 
 
-def step_to_step_s(steps: Sequence[Step]) -> float:
-    """Return the mean wait plus the median time of the rest of a step."""
-    return mean(step.wait_s for step in steps) + median(step.step_s for step in steps)
-
-
-def wait_share(steps: Sequence[Step]) -> float:
-    """Return the share of time spent waiting for batches."""
-    return mean(step.wait_s for step in steps) / max(1e-9, step_to_step_s(steps))
-
-
-def why_no_search(steps: Sequence[Step]) -> str | None:
+def why_no_search(step: Step) -> str | None:
     """Return the reason that no settings can make training faster; ``None`` if some can."""
-    step_s, wait_s = step_to_step_s(steps), mean(step.wait_s for step in steps)
-    if step_s > MIN_CEILING * (step_s - wait_s):
+    if step.total_s > MIN_CEILING * step.step_s:
         return None
     return (
-        f"Training waits only {format_duration(wait_s)} of a {format_duration(step_s)} step for data. No settings can "
-        f"make it {100 * (MIN_CEILING - 1):.0f}% faster."
+        f"Training waits only {format_duration(step.wait_s)} of a {format_duration(step.total_s)} step for data. No "
+        f"settings can make it {100 * (MIN_CEILING - 1):.0f}% faster."
     )
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -101,10 +99,10 @@ class NumWorkersFinder(GuardedCallback):
         self.result = None
         self._trainer: Any = trainer
         self._session = FitSession.of(trainer, self)
-        self._adopted: dict[int, _Adopted] = {}  # the training loaders, by place
+        self._adopted: list[_Adopted] = []  # the training loaders
         self._place: int | None = None  # of the next training loader, while loaders are created
-        self._tuned: int | None = None  # the place of the loader to tune
-        self._study: list[plan.Step] = []
+        self._tuned = 0  # the place of the loader to tune
+        self._before: plan.Step | None = None  # the cost of a step with the original settings
         self._steps = 0
         self._next: Callable[[], None] | None = None
         self._due = plan.STUDY_STEPS
@@ -134,13 +132,14 @@ class NumWorkersFinder(GuardedCallback):
             return loader
 
     def _adopt(self, loader: object, place: int) -> object:
-        before = self._adopted.get(place)
+        before = self._adopted[place] if place < len(self._adopted) else None
         if before is not None and (loader is before.given or loader is before.made):
             return before.made  # keeps its persistent workers
         facts = read_loader_facts(loader)
         fixed = why_not_searched(facts)
         made = continued(loader) if fixed is None else loader  # type: ignore[arg-type]
-        self._adopted[place] = after = _Adopted(loader, made, facts, fixed)
+        after = _Adopted(loader, made, facts, fixed)
+        self._adopted[place : place + 1] = [after]
         replaced = None if before is None else before.loading
         if (loading := after.loading) is not None:
             loading.steps = [] if replaced is None else replaced.steps
@@ -153,7 +152,7 @@ class NumWorkersFinder(GuardedCallback):
 
     @property
     def _loadings(self) -> list[Loading]:
-        return [loading for one in self._adopted.values() if (loading := one.loading) is not None]
+        return [loading for one in self._adopted if (loading := one.loading) is not None]
 
     def _set_result(self, found: LoaderResult) -> None:
         self.result = self._session.loader_result = found
@@ -199,29 +198,33 @@ class NumWorkersFinder(GuardedCallback):
         return [entry for _, entry in sorted(board.entries.items())]
 
     def _search(self) -> None:
-        trainer, run = self._trainer, self._session.run
-        studies: dict[int, list[plan.Step]] = {}
-        for place, one in self._adopted.items():
-            if one.loading is not None:
-                steps, one.loading.steps = one.loading.steps or [], None
-                if one.loading.has_begun:
-                    studies[place] = steps[plan.WARM_UP_STEPS :] or steps
-        self._tuned = self._slowest(
-            {place: fmean([step.wait_s for step in study] or [0.0]) for place, study in studies.items()}
-        )
-        loading = None if self._tuned is None else self._adopted[self._tuned].loading
-        self._study = [] if self._tuned is None else studies.get(self._tuned, [])
-        obstacle, nothing, cost = self._obstacle(loading), None, None
-        if obstacle is None and loading is not None:
-            nothing = plan.why_no_search(self._study)
-            cost = plan.step_cost(self._study, torch.get_num_threads(), loading.original)._asdict()
-        all_facts = self._gather({"obstacle": obstacle, "nothing": nothing, "step": cost})
+        trainer, run, clock = self._trainer, self._session.run, self._session.clock
+        costs = [self._end_study(one.loading) for one in self._adopted]
+        wait_s = clock.so_far().get(DATA_LOADING, 0.0) / max(1, clock.steps)
+        rest_s = max(0.0, wait_s - sum(cost.wait_s for cost in costs if cost is not None))
+        own = [
+            {
+                "wait_s": rest_s if cost is None else cost.wait_s,  # the rest is for loaders that are not measured
+                "obstacle": self._obstacle(one, cost),
+                "step": None if cost is None else cost._asdict(),
+            }
+            for one, cost in zip(self._adopted, costs, strict=True)
+        ]
+        everyones = [facts["loaders"] for facts in self._gather({"loaders": own})]
+        if not self._adopted:
+            self._leave(_OBSTACLE.format("", "there is no loader"))
+            return
+        waits_s = [sum(facts["wait_s"] for facts in of_ranks) for of_ranks in zip(*everyones, strict=True)]
+        self._tuned = waits_s.index(max(waits_s))
+        loading, self._before = self._adopted[self._tuned].loading, costs[self._tuned]
+        all_facts = [loaders[self._tuned] for loaders in everyones]
         obstacle = next((facts["obstacle"] for facts in all_facts if facts["obstacle"]), None)
-        if obstacle or loading is None or self._tuned is None:
+        if obstacle or loading is None or self._before is None:
             self._leave(_OBSTACLE.format(self._name, obstacle))
             return
-        if nothing and all(facts["nothing"] for facts in all_facts):
-            self._leave(nothing)
+        steps = [plan.Step(**facts["step"]) for facts in all_facts]
+        if all(plan.why_no_search(step) for step in steps):
+            self._leave(str(plan.why_no_search(self._before)))
             return
         given = self._adopted[self._tuned].given
         assert isinstance(given, DataLoader)
@@ -229,7 +232,7 @@ class NumWorkersFinder(GuardedCallback):
         found = search(
             given,
             # Ranks wait for each other inside the step, so the shortest time is that of the step itself.
-            step=plan.Step(**min((facts["step"] for facts in all_facts), key=lambda cost: float(cost["step_s"]))),
+            step=min(steps, key=lambda step: step.step_s),
             host=read_host_budget(local_ranks=run.place.local_ranks),
             cuda=trains_on_gpu(trainer),
             budget_s=self.budget_s,
@@ -240,44 +243,32 @@ class NumWorkersFinder(GuardedCallback):
         )
         self._use(loading, found)
 
-    def _slowest(self, waits_s: dict[int, float]) -> int | None:
-        """Return the place of the loader that the ranks wait for most; these waits per step are of this rank."""
-        if len(self._adopted) < 2:
-            return next(iter(self._adopted), None)
-        seconds, steps = self._session.clock.so_far(), max(1, self._session.clock.steps)
-        others = [place for place in self._adopted if place not in waits_s]
-        if others:  # the rest of the wait is for loaders that cannot be changed, and are not measured
-            waits_s[others[0]] = max(0.0, seconds.get(DATA_LOADING, 0.0) / steps - sum(waits_s.values()))
-        everyones = self._gather({"waits": sorted(waits_s.items())})
-        total_s = Counter[int]()
-        for facts in everyones:
-            total_s.update(dict(facts["waits"]))
-        return max(sorted(total_s), key=total_s.__getitem__, default=None)
-
     @property
     def _name(self) -> str:
         """The name of the tuned loader among several, after a space; empty if it is the only one."""
         loaders = self._session.run.loaders
-        if self._tuned is None or len(self._adopted) < 2:
+        if len(self._adopted) < 2:
             return ""
         named = loaders[self._tuned].name if len(loaders) == len(self._adopted) else f"number {self._tuned + 1}"
         dataset = getattr(self._adopted[self._tuned].given, "dataset", None)
         return f" {printable(named)}" + ("" if dataset is None else f" ({printable(type(dataset).__name__)})")
 
-    def _obstacle(self, loading: Loading | None) -> str | None:
+    def _end_study(self, loading: Loading | None) -> plan.Step | None:
+        """Return the cost of the steps since the last call; ``None`` if they were not measured."""
+        steps = []
+        if loading is not None:
+            steps, loading.steps = loading.steps or [], None
+        return plan.step_cost(steps, torch.get_num_threads(), loading.in_use) if loading is not None and steps else None
+
+    def _obstacle(self, one: _Adopted, cost: plan.Step | None) -> str | None:
         """Return the reason why the loader cannot be changed."""
-        if self._patches.missing:
-            return f"this version of Lightning has no {self._patches.missing[0]}"
-        if self._tuned is None:
-            return "there is no loader"
-        one = self._adopted[self._tuned]
         made: Any = one.made
-        if loading is None or not loading.has_begun:
+        if one.loading is None or not one.loading.has_begun:
             return one.fixed or f"a {type(made).__qualname__} has its own iteration"
-        if not self._study:
+        if cost is None:
             return "its epochs are too short to measure a step"
         obstacle = why_not_switched(one.facts, read_loader_facts(made))
-        if obstacle is None and loading.new_pass is Pass and draws_late(made):
+        if obstacle is None and one.loading.new_pass is Pass and draws_late(made):
             return "its sampler draws random numbers during the epoch, and other settings would draw them earlier"
         return obstacle
 
@@ -287,9 +278,8 @@ class NumWorkersFinder(GuardedCallback):
         if chosen is not None and applied:
             loading.use(chosen)
             loading.steps = []
-            ramp_up = plan.ramp_up(chosen)
-            self._due = self._steps + ramp_up + plan.CONFIRM_STEPS
-            self._next = partial(self._confirm, loading, ramp_up)
+            self._due = self._steps + plan.ramp_up(chosen) + plan.CONFIRM_STEPS
+            self._next = partial(self._confirm, loading)
             if chosen.num_workers and not loading.original.num_workers:
                 reason += " Random numbers that the dataset draws (augmentation) now come from the workers."
         if self._name:
@@ -302,10 +292,10 @@ class NumWorkersFinder(GuardedCallback):
             set_ones = [f"{name}={getattr(chosen, name)}" for name in others if getattr(chosen, name)]
             _say(f"{', '.join([f'num_workers={chosen.num_workers}', *set_ones])} {state}. {reason}")
 
-    def _confirm(self, loading: Loading, ramp_up: int) -> None:
+    def _confirm(self, loading: Loading) -> None:
         """Keep the settings if steps take no longer than before, on the slowest rank."""
-        steps, loading.steps = (loading.steps or [])[ramp_up:], None
-        before_s, after_s = (plan.step_to_step_s(each) if each else 0.0 for each in (self._study, steps))
+        after = self._end_study(loading)
+        before_s, after_s = (0.0 if cost is None else cost.total_s for cost in (self._before, after))
         all_facts = self._gather({"fault": loading.fault, "before_s": before_s, "after_s": after_s})
         fault = next((facts["fault"] for facts in all_facts if facts["fault"]), None)
         before_s, after_s = (max(facts[name] for facts in all_facts) for name in ("before_s", "after_s"))
@@ -314,8 +304,8 @@ class NumWorkersFinder(GuardedCallback):
         elif after_s > before_s:
             took, original = format_duration(after_s), format_duration(before_s)
             self._revert(f"The new settings were slower in use: a step took {took}, not {original}")
-        elif steps:
-            self._change(confirmed=True, wait_share=plan.wait_share(steps))
+        elif after is not None:
+            self._change(confirmed=True, wait_share=after.wait_share)
 
     def _change(self, **changes: Any) -> None:
         if self.result is not None:
@@ -334,9 +324,9 @@ class NumWorkersFinder(GuardedCallback):
             rank_zero_warn(f"NumWorkersFinder: {why}")
 
     def _leave(self, reason: str) -> None:
-        one = self._adopted.get(self._tuned or 0)
-        original = settings_of(one.given) if one is not None and isinstance(one.given, DataLoader) else None
-        share = plan.wait_share(self._study) if self._study else None
+        given = self._adopted[self._tuned].given if self._adopted else None
+        original = settings_of(given) if isinstance(given, DataLoader) else None
+        share = None if self._before is None else self._before.wait_share
         self._set_result(LoaderResult(original=original, settings=original, reason=reason, wait_share=share))
         _say(reason)
 
