@@ -20,8 +20,15 @@ from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import process_id
-from lightning_gpu_tools.reports.report import RUNNING, WRITE_EVERY_S, Report, ReportFile
-from lightning_gpu_tools.runs.publish import publish
+from lightning_gpu_tools.reports.report import (
+    COMPLETED,
+    RUNNING,
+    WRITE_EVERY_S,
+    Report,
+    ReportFile,
+    warn_if_not_writable,
+)
+from lightning_gpu_tools.runs.publish import notify, publish, say, say_verdict
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.surroundings import claimed_bytes
 from lightning_gpu_tools.training.phases import MONITORING, TRAINING_STEP, base_phase
@@ -125,11 +132,6 @@ def describe(session: Session, outcome: str, measured: RunMeasurements | None = 
         settings=settings,
         process=process_id(os.getpid()),
     )
-
-
-def finish(session: Session, outcome: str, file: ReportFile) -> None:
-    """Publish the report of a run that has ended."""
-    publish(describe(session, outcome), file, session.run)
 
 
 def _with_waits(gpus: Iterable[GpuSummary], measured: RunMeasurements) -> tuple[GpuSummary, ...]:
@@ -246,3 +248,66 @@ class Advisor:
             change, _, _ = diagnosis.next_step.partition(". ")
             message = f"{costs.partition(' (')[0].rstrip('.')}. {change.rstrip('.')}."
             session.warn(message, category=LowGPUUtilizationWarning)
+
+
+class RunReporter:
+    """What is told of a run: metrics and a warning while it goes on, and its report.
+
+    ``folder`` is that of the report, and ``thresholds`` are the advisor's; ``None`` = there is none.
+    """
+
+    def __init__(self, session: Session, folder: str | None, thresholds: Mapping[str, float] | None) -> None:
+        self._session = session
+        self._folder, self._is_first = folder, session.run.place.rank == 0
+        self._advisor = None if thresholds is None else Advisor(session, thresholds)
+        self._running: RunningReport | None = None  # until the report is published
+        self._next_step = 0.0  # of the clock: after which to act
+        if folder is not None and self._is_first:
+            warn_if_not_writable(folder)
+
+    def begin(self) -> None:
+        """Begin, once training has begun."""
+        self._session.begin()
+        self._next_step = 0.0
+        if self._folder is not None and self._is_first and self._session.clock.ran:
+            self._running = RunningReport(self._session, ReportFile(self._folder))
+
+    def after_step(self, batch: Any = None) -> None:
+        """Act after a step. This runs in every step, so it makes as few calls as possible."""
+        session = self._session
+        session.after_step(batch)
+        if session.clock.steps >= self._next_step or session.report_wanted:
+            self._next_step = session.log_if_due()
+            if self._advisor is not None:
+                self._next_step = min(self._next_step, self._advisor.after_step())
+            if session.report_wanted and self._running is not None:
+                self._running.measure()
+
+    def finish(self, outcome: str, timeout_s: float) -> Diagnosis | None:
+        """Publish the report of a run that has ended, and return its diagnosis; ``None`` if it had not begun."""
+        session, recorder, ending = self._session, self._session.recorder, self._session.ending
+        session.finish(timeout_s)
+        diagnosis = conclude(session)
+        running, self._running = self._running, None
+        if self._folder is None:
+            return diagnosis
+        if recorder is None or diagnosis is None:
+            if self._is_first and outcome != COMPLETED:
+                notify("error", self._folder, outcome=outcome)
+        elif not self._is_first:
+            if ending.out_of_memory is not None:
+                say_verdict(diagnosis)  # rank 0 may wait for this rank forever
+        elif not session.clock.ran and ending.out_of_memory is None and ending.failure is None:
+            missing = ", ".join(recorder.unseen)  # printed, because filters may hide a warning
+            say(f"This run has no report, because this version of Lightning lacks {missing}.")
+        else:
+            # None if another callback failed when training started.
+            file = ReportFile(self._folder) if running is None else running.file
+            publish(describe(session, outcome), file, session.run)
+        return diagnosis
+
+    def give_up(self) -> None:
+        """Publish nothing more."""
+        running, self._running = self._running, None
+        if running is not None and not self._session.is_of_parent:
+            running.give_up()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,9 +12,8 @@ from typing_extensions import override
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored
-from lightning_gpu_tools.reports.report import COMPLETED, FOLDER_NAME, ReportFile, warn_if_not_writable
-from lightning_gpu_tools.runs.publish import notify, say, say_verdict
-from lightning_gpu_tools.runs.run_report import Advisor, RunningReport, check_thresholds, conclude, finish
+from lightning_gpu_tools.reports.report import COMPLETED, FOLDER_NAME
+from lightning_gpu_tools.runs.run_report import RunReporter, check_thresholds, conclude
 from lightning_gpu_tools.runs.stall_watch import check_stall_after
 from lightning_gpu_tools.trainer.families import GuardedCallback, LightningModule, Trainer, overrides
 from lightning_gpu_tools.trainer.fit_session import FitSession
@@ -34,7 +32,7 @@ STEP_HOOKS = (
     "on_train_batch_end",
     "on_validation_batch_start",
 )
-_OF_A_RUN = ("_session", "_advisor", "_running", *STEP_HOOKS)  # attributes that are not copied
+_OF_A_RUN = ("_session", "_advisor", "_reporter", *STEP_HOOKS)  # attributes that are not copied
 
 
 def _hide_hooks(callback: GuardedCallback) -> None:
@@ -89,8 +87,7 @@ class GPUUtilizationMonitor(GuardedCallback):
 
     _session: FitSession | None = None
     _advisor: GPUUtilizationAdvisor | None = None  # of this session
-    _running: RunningReport | None = None  # until it is published
-    _next_step = 0.0  # of the clock: after which to act
+    _reporter: RunReporter | None = None  # of this session
 
     @checked
     def __init__(
@@ -109,7 +106,6 @@ class GPUUtilizationMonitor(GuardedCallback):
         self.devices = devices
         self.report = report
         self.stall_after_s = stall_after_s
-        self._folder = ""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in _OF_A_RUN}
@@ -122,24 +118,24 @@ class GPUUtilizationMonitor(GuardedCallback):
         self._give_up()  # an earlier run without a teardown
         session = self._session = FitSession.of(trainer, self)
         session.timer.step_ended = self._step_ended
-        self._advisor = GPUUtilizationAdvisor.acting(callbacks)
-        if self._advisor is not None:
-            self._advisor.begin(session)
+        advisor = self._advisor = GPUUtilizationAdvisor.acting(callbacks)
+        if advisor is not None:
+            advisor.follow(session)
         _hide_hooks(self)
+        folder = None
         if self.report:
             log_dir = trainer.log_dir  # a collective call: every rank makes it
             # Without a logger, log_dir is the folder of everything else.
             own = os.path.join(trainer.default_root_dir, FOLDER_NAME)
             folder, stage = os.fspath(log_dir) if trainer.loggers and log_dir else own, session.run.stage
-            self._folder = folder if stage == "fit" else os.path.join(folder, stage)
-            if trainer.is_global_zero:
-                warn_if_not_writable(self._folder)
+            folder = folder if stage == "fit" else os.path.join(folder, stage)
         session.monitor(
             devices=self.devices,
             interval_s=self.interval_s,
             stall_after_s=self.stall_after_s,
-            folder=self._folder if self.report else None,
+            folder=folder,
         )
+        self._reporter = RunReporter(session, folder, None if advisor is None else advisor.thresholds)
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -153,49 +149,36 @@ class GPUUtilizationMonitor(GuardedCallback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer, "fit")
+        self._begin("fit")
 
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer, "validate")
+        self._begin("validate")
         if self._session is not None and self._session.run.stage == "fit":
             self._session.run.note_validation()
 
     @override
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer, "test")
+        self._begin("test")
 
     @override
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer, "predict")
+        self._begin("predict")
 
-    def _begin(self, trainer: Trainer, stage: Stage) -> None:
+    def _begin(self, stage: Stage) -> None:
         session = self._session
-        if session is not None and session.run.stage == stage:  # and not the validation of a fit
-            session.begin()
-            self._next_step = 0.0
-            if self.report and trainer.is_global_zero and session.clock.ran:
-                self._running = RunningReport(session, ReportFile(self._folder))
+        if (
+            session is not None and session.run.stage == stage and self._reporter is not None
+        ):  # not in a fit's validation
+            self._reporter.begin()
 
     def _step_ended(self, batch: Any) -> None:
-        """Act after a step. This runs in every step, so it makes as few calls as possible."""
-        session = self._session
-        if session is None:
-            return
-        try:
-            session.after_step(batch)
-            if session.clock.steps >= self._next_step or session.report_wanted:
-                self._act(session)
-        except Exception as error:
-            if not self.survives(error):
-                raise
-
-    def _act(self, session: FitSession) -> None:
-        self._next_step = session.log_if_due()
-        if self._advisor is not None:
-            self._next_step = min(self._next_step, self._advisor.after_step())
-        if session.report_wanted and self._running is not None:
-            self._running.measure()
+        if self._reporter is not None:
+            try:
+                self._reporter.after_step(batch)
+            except Exception as error:
+                if not self.survives(error):
+                    raise
 
     @override
     def on_validation_batch_start(
@@ -209,54 +192,34 @@ class GPUUtilizationMonitor(GuardedCallback):
         if self._session is not None and not self._session.is_of_parent:
             with deaths_ignored():
                 outcome = self._session.note_error(exception, self._session.run.optimizer_steps)
-                self._end(trainer, outcome, timeout_s=0.0)
+                self._end(outcome, timeout_s=0.0)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._end(trainer, COMPLETED, timeout_s=TIMEOUT_S)
+        self._end(COMPLETED, timeout_s=TIMEOUT_S)
 
-    def _end(self, trainer: Trainer, outcome: str, timeout_s: float) -> None:
-        session = self._session
-        if session is not None and session.is_of_parent:
+    def _end(self, outcome: str, timeout_s: float) -> None:
+        if self._session is not None and self._session.is_of_parent:
             self._session = None
             return
-        if session is not None:
-            session.finish(timeout_s)
+        if self._reporter is not None:
+            diagnosis = self._reporter.finish(outcome, timeout_s)
             if self._advisor is not None:
-                self._advisor.end()
-            if self.report:
-                self._publish(trainer, session, outcome)
+                self._advisor.last_diagnosis = diagnosis or self._advisor.last_diagnosis
         self._give_up()
-
-    def _publish(self, trainer: Trainer, session: FitSession, outcome: str) -> None:
-        if session.recorder is None:  # training has not begun
-            if trainer.is_global_zero and outcome != COMPLETED:
-                notify("error", self._folder, outcome=outcome)
-            return
-        if not trainer.is_global_zero:
-            if session.ending.out_of_memory is not None and (diagnosis := conclude(session)) is not None:
-                say_verdict(diagnosis)  # rank 0 may wait for this rank forever
-            return
-        if not session.clock.ran and session.ending.out_of_memory is None and session.ending.failure is None:
-            missing = ", ".join(session.recorder.unseen)  # printed, because filters may hide a warning
-            say(f"This run has no report, because this version of Lightning lacks {missing}.")
-            return
-        running, self._running = self._running, None
-        # None if another callback failed when training started.
-        finish(session, outcome, ReportFile(self._folder) if running is None else running.file)
 
     @override
     def _give_up(self) -> None:
         session, self._session = self._session, None
         advisor, self._advisor = self._advisor, None
-        running, self._running = self._running, None
+        reporter, self._reporter = self._reporter, None
         _show_hooks(self)
         if advisor is not None:
-            advisor.leave()
+            advisor.follow(None)
         if session is not None:
             session.release(self)
-            if running is not None and not session.is_of_parent:
-                running.give_up()
+        if reporter is not None:
+            reporter.give_up()
 
 
 class GPUUtilizationAdvisor(GuardedCallback):
@@ -285,7 +248,6 @@ class GPUUtilizationAdvisor(GuardedCallback):
     """
 
     _session: FitSession | None = None  # of the monitor
-    _advisor: Advisor | None = None  # of this session
 
     @checked
     def __init__(
@@ -295,11 +257,11 @@ class GPUUtilizationAdvisor(GuardedCallback):
         min_steps: int = MIN_STEPS,
         min_seconds: float = MIN_SECONDS,
     ) -> None:
-        self._thresholds = check_thresholds(min_utilization_percent, min_steps, min_seconds)
+        self.thresholds = check_thresholds(min_utilization_percent, min_steps, min_seconds)
         self.min_utilization_percent = min_utilization_percent
         self.min_steps = min_steps
         self.min_seconds = min_seconds
-        self._diagnosis: Diagnosis | None = None
+        self.last_diagnosis: Diagnosis | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in _OF_A_RUN}
@@ -307,7 +269,7 @@ class GPUUtilizationAdvisor(GuardedCallback):
     @property
     def diagnosis(self) -> Diagnosis | None:
         """The diagnosis of the running fit, or of the last one, or of validate, test or predict; ``None`` before."""
-        return (conclude(self._session) if self._session is not None else None) or self._diagnosis
+        return (conclude(self._session) if self._session is not None else None) or self.last_diagnosis
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -318,30 +280,10 @@ class GPUUtilizationAdvisor(GuardedCallback):
             monitor.yields = True
             callbacks.insert(callbacks.index(self) + 1, monitor)  # Lightning then sets it up after this one
 
-    def begin(self, session: FitSession) -> None:
-        """Advise during this session of the monitor."""
-        self._session, self._advisor = session, Advisor(session, self._thresholds)
-        _hide_hooks(self)
-
-    def after_step(self) -> float:
-        """Judge the run if it is due; return the step of the clock after which to call this again."""
-        try:
-            return math.inf if self._advisor is None else self._advisor.after_step()
-        except Exception as error:
-            if not self.survives(error):
-                raise
-            return math.inf
-
-    def end(self) -> None:
-        """Keep the diagnosis of a run that has finished."""
-        self._diagnosis = self.diagnosis
-        self.leave()
-
-    def leave(self) -> None:
-        """Leave the session, which may have failed."""
-        self._session = self._advisor = None
-        _show_hooks(self)
-
-    @override
-    def _give_up(self) -> None:
-        self._advisor = None
+    def follow(self, session: FitSession | None) -> None:
+        """Advise during this session of the monitor, or no more."""
+        self._session = session
+        if session is None:
+            _show_hooks(self)
+        else:
+            _hide_hooks(self)

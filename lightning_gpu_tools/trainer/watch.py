@@ -14,9 +14,8 @@ from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTIL
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored, is_of_dead_worker
 from lightning_gpu_tools.memory.readings import out_of_memory
-from lightning_gpu_tools.reports.report import ReportFile, warn_if_not_writable
-from lightning_gpu_tools.runs.publish import say_verdict
-from lightning_gpu_tools.runs.run_report import Advisor, RunningReport, check_thresholds, conclude, finish
+from lightning_gpu_tools.reports.report import COMPLETED
+from lightning_gpu_tools.runs.run_report import RunReporter, check_thresholds, conclude
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.stall_watch import StallAfter, check_stall_after
 from lightning_gpu_tools.trainer.facts import FabricRun, LoopRun
@@ -151,27 +150,18 @@ class TrainingWatch:
         self._training.timer.open(loop)
 
     def _finish(self, training: _Training, error: BaseException | None) -> None:
-        session, outcome = training.session, "completed"
+        session, outcome = training.session, COMPLETED
         if error is None:
             training.timer.end_step()
         else:
             outcome = session.note_error(error, session.run.logged_step)
-        session.finish(TIMEOUT_S if error is None else 0.0)
-        diagnosis = self._diagnosis = conclude(session)
-        running, training.running = training.running, None
-        if running is not None:
-            finish(session, outcome, running.file)
-        elif session.ending.out_of_memory is not None and diagnosis is not None:
-            say_verdict(diagnosis)
+        self._diagnosis = training.reporter.finish(outcome, TIMEOUT_S if error is None else 0.0)
 
     def _close(self) -> None:
         training, self._training, self._is_on = self._training, None, False
         if training is None:
             return
-        ends = [training.timer.stop, training.session.close, training.run.forget]
-        if training.running is not None and not training.session.is_of_parent:
-            ends.append(training.running.give_up)
-        for end in ends:
+        for end in training.timer.stop, training.session.close, training.run.forget, training.reporter.give_up:
             with suppress(Exception):  # may fail for the same reason
                 end()
 
@@ -193,28 +183,18 @@ class _Training:
         session = Session(run, lambda clock, enter: LoopTimer(run, fabric, clock, enter, self._after_step))
         assert isinstance(session.timer, LoopTimer)
         self.session, self.timer = session, session.timer
-        self._folder = run.folder_in(folder)
-        session.monitor(devices="trainer", interval_s=interval_s, stall_after_s=stall_after_s, folder=self._folder)
-        self._advisor = Advisor(session, thresholds)
-        self.running: RunningReport | None = None
-        self._next_step = 0.0
+        folder = run.folder_in(folder)
+        session.monitor(devices="trainer", interval_s=interval_s, stall_after_s=stall_after_s, folder=folder)
+        self.reporter = RunReporter(session, folder, thresholds)
 
     def begin(self) -> None:
         self.timer.start()
         with self.session.clock.booked(MONITORING):
-            self.session.begin()
-            if self.run.place.rank == 0:
-                warn_if_not_writable(self._folder)
-                self.running = RunningReport(self.session, ReportFile(self._folder))
+            self.reporter.begin()
 
     def _after_step(self) -> None:
-        session = self.session
-        session.begin()  # raises the error that ended the timing
-        session.after_step()
-        if session.clock.steps >= self._next_step or session.report_wanted:
-            self._next_step = min(session.log_if_due(), self._advisor.after_step())
-            if session.report_wanted and self.running is not None:
-                self.running.measure()
+        self.session.begin()  # raises the error that ended the timing
+        self.reporter.after_step()
 
     def end_fetch(self, loop: Loop, batch: object) -> None:
         session = self.session
