@@ -166,11 +166,9 @@ class GPUUtilizationMonitor(GuardedCallback):
         self._begin("predict")
 
     def _begin(self, stage: Stage) -> None:
-        session = self._session
-        if (
-            session is not None and session.run.stage == stage and self._reporter is not None
-        ):  # not in a fit's validation
-            self._reporter.begin()
+        reporter, session = self._reporter, self._session
+        if reporter is not None and session is not None and session.run.stage == stage:  # not a fit's validation
+            reporter.begin()
 
     def _step_ended(self, batch: Any) -> None:
         if self._reporter is not None:
