@@ -17,8 +17,8 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_gpu_tools.checkpoints.formats import read_structure
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights, verify_checkpoint
-from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 
 TENSORS = st.builds(

@@ -38,7 +38,6 @@ _EXCEPTIONS = {
     "Code outside run.batches() takes": "the beginning of a reason",
     "cuda.cuInit(0) == 0": "a program",
     "LIGHTNING_GPU_TOOLS=advise has no effect": "the beginning of a warning",
-    "because this would run code: {}. Ask its author": "asks a person",
     "Speedup with num_workers={}: {} to {}{}": "an estimate, which the search that it names measures",
     "/dev/shm is too small for their batches": "needs another container",
     "no_sync() in 3 of 4 batches": "a part of the message of communication",

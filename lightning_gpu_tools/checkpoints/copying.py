@@ -32,8 +32,6 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.units import printable
 
-_OF_MODEL = "the model has"  # begins a reason that is not the checkpoint's
-
 
 class Fit(NamedTuple):
     """The match between one entry of a checkpoint and a model."""
@@ -44,6 +42,7 @@ class Fit(NamedTuple):
     keys: ModelKeys
     state: Mapping[str, Any]  # state_dict of the model
     strict: bool
+    buffers: tuple[str, ...] = ()  # checkpoint keys of buffers that the model does not save, with its numbers
     others: tuple[str, ...] = ()  # entries and roots with other weights of the same model, unless the user chose one
 
     def renamed(self, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -54,14 +53,13 @@ class Fit(NamedTuple):
 
     def offered(self) -> dict[str, str]:
         """Return key -> name for keys without a match that the model's own loading code may take."""
-        plan, untracked = self.plan, self.keys.untracked
+        plan = self.plan
         names = {key: plan.rename(key) for key in (*plan.unexpected, *plan.clashes)}
         if not self.strict:  # otherwise, `apply` refuses names that are already taken
             first = {name: key for key, name in reversed(names.items())}
             taken = {*plan.renames.values(), *plan.tied}
             names = {key: name for key, name in names.items() if name not in taken and first[name] == key}
-        # InstanceNorm refuses statistics that it does not keep, even if torch is told that keys may be left over.
-        return {key: name for key, name in names.items() if without_private_segments(name) not in untracked}
+        return names
 
     def choice(self) -> str:
         """Return a message on the loaded set of weights, and how to load the others."""
@@ -160,13 +158,10 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
                 refused[old] = why
     if refused:
         reasons = [f"{printable(key)} ({why})" for key, why in refused.items()]
-        message = f"Torch cannot copy {shortened(reasons)}. Nothing was changed."
-        if not all(why.startswith(_OF_MODEL) for why in refused.values()):
-            message += (
-                " Save these weights with the model's shapes and types, or remove them from the file and use "
-                "strict=False."
-            )
-        raise CheckpointMismatchError(message)
+        raise CheckpointMismatchError(
+            f"Torch cannot copy {shortened(reasons)}. Nothing was changed. To load the rest, remove these weights from "
+            "the file and use strict=False."
+        )
 
 
 def _rehearse(model: nn.Module, fit: Fit, leave_out_misfits: bool) -> dict[str, str]:
@@ -200,7 +195,7 @@ def _undoing(model: nn.Module) -> Iterator[None]:
                 vars(module)["set_extra_state"] = lambda state: None
             if loads_itself(module):
                 for tensors in parts[2:]:
-                    tensors.update({name: _copied(tensor) for name, tensor in tensors.items() if tensor is not None})
+                    tensors.update(copy.deepcopy(tensors))
         yield
     finally:
         for part, saved in before:
@@ -211,15 +206,6 @@ def _undoing(model: nn.Module) -> Iterator[None]:
 def _modules(model: nn.Module) -> list[nn.Module]:
     # A ScriptModule takes no hooks, and is never on the meta device or sharded.
     return [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-
-
-def _copied(tensor: Any) -> torch.Tensor:
-    if torch.nn.parameter.is_lazy(tensor):  # has no numbers yet; gets its shape during loading
-        kind: Any = type(tensor)
-        empty: torch.Tensor = kind(tensor.requires_grad, device=tensor.device, dtype=tensor.dtype)
-        return empty
-    twin = tensor.detach().clone()
-    return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
 
 
 def _load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outcome: str) -> Any:
@@ -235,13 +221,6 @@ def _load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outc
         lines = [printable(line, 300 if line.startswith(lists) else 3000) for line in str(error).split("\n\t")]
         error.args = ("\n  ".join(lines),)
         raise CheckpointMismatchError(f"{error}\n  {outcome}") from error
-    except KeyError as error:  # from quantized modules, which load themselves
-        key = error.args[0] if error.args else None
-        if key in renamed or key not in model.state_dict():
-            raise
-        raise CheckpointMismatchError(
-            f"The key {printable(key)} is missing, and the model's own loading code needs it. {outcome}", [key]
-        ) from None
 
 
 @contextlib.contextmanager
@@ -315,7 +294,7 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
         size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)
     )
     if is_expanded or (target.is_inference() and not torch.is_inference_mode_enabled()):
-        return f"{_OF_MODEL} an inference or expanded tensor; replace it with its clone()"
+        return "the model has an inference or expanded tensor; replace it with its clone()"
     return "" if value.dtype is target.dtype else changed_number(value, target.dtype)
 
 
@@ -323,38 +302,27 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
     """Return a message about a number that a cast would change beyond rounding; ``""`` if there is none."""
     numbers = value.detach()
     is_plain = type(numbers) is torch.Tensor and numbers.layout is torch.strided and not numbers.is_nested
-    if not is_plain or numbers.is_meta or numbers.is_quantized or not numbers.numel():
+    if not is_plain or numbers.is_meta or numbers.is_quantized:
         return ""
     if numbers.is_complex():
         if not dtype.is_complex:
             return f"a complex number cannot become {name_of(dtype)}"
         numbers = torch.view_as_real(numbers.resolve_conj())
+    if numbers.is_floating_point() and numbers.element_size() < 4:
+        numbers = numbers.float()  # float8 can be compared only so
     if dtype.is_floating_point or dtype.is_complex:
-        limit = torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 4)  # numbers up to here round down to max
-        limits_of = torch.finfo if numbers.is_floating_point() else torch.iinfo
-        if numbers.dtype is torch.bool or limits_of(numbers.dtype).max <= limit:
+        real = dtype.to_real()
+        if numbers.is_floating_point() and torch.finfo(numbers.dtype).max <= torch.finfo(real).max:
             return ""
-        if numbers.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-            numbers = numbers.double()  # torch has no aminmax for some of the others
-        numbers = torch.stack(_extremes(numbers)).double()
-        changed = numbers.abs() > limit
+        cast = numbers.to(real)
+        cast = cast.float() if real.itemsize == 1 else cast
+        changed = numbers.isfinite() & ~cast.isfinite()
     else:
-        if numbers.is_floating_point() and numbers.element_size() < 4:
-            numbers = numbers.float()  # float8 can be compared only so
         cast = numbers.to(dtype)
         changed = (cast.to(numbers.dtype) != numbers) | ((cast < 0) != (numbers < 0))
     if not changed.any():
         return ""
-    number = numbers[changed][0]
-    return f"{number.item():g} would become {number.to(dtype).item():g} as {name_of(dtype)}"
-
-
-def _extremes(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the smallest and the largest finite number; zeros if there is none. Usually takes no memory."""
-    extremes = numbers.aminmax()
-    if all(number.isfinite() for number in extremes):
-        return extremes
-    return torch.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0).aminmax()
+    return f"{numbers[changed][0].item():g} would become {cast[changed][0].item():g} as {name_of(dtype)}"
 
 
 def _kind(value: torch.Tensor) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -27,19 +27,30 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     keys_below,
     list_groups,
     shortened,
-    without_private_segments,
     without_wrappers,
 )
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError
 from lightning_gpu_tools.units import plural, printable
 
 # Names of the two factors in peft, loralib and diffusers.
-_LORA = re.compile(r"(?<![A-Za-z])lora[._](?:A|B|down|up|embedding_A|embedding_B)(?![A-Za-z])")
-# A model by get_peft_model.
-_PEFT = re.compile(r"^base_model\.model\.|\.base_layer\.")
-_FSDP = re.compile(r"(?:^|\.)_?flat_param(?:_\d+)?$")
-# One of the two parts of a weight by torch.nn.utils.weight_norm, or by that of torch.nn.utils.parametrizations.
-_WEIGHT_NORM = re.compile(r"(?:^|\.)(?:weight_g|parametrizations\.\w+\.original0)$")
+_LORA = r"(?<![A-Za-z])lora[._](?:A|B|down|up|embedding_A|embedding_B)(?![A-Za-z])"
+# Patterns of keys without a match that show which tool has changed the checkpoint, or else the model; and what to do.
+_HINTS_OF_CHECKPOINT = {
+    re.compile(_LORA): (
+        "The checkpoint holds LoRA weights, which modify a base model. Merge them first (peft: merge_and_unload()), or "
+        "load them with peft."
+    ),
+    re.compile(r"(?:^|\.)_?flat_param(?:_\d+)?$"): (
+        "The checkpoint holds FSDP's flat parameters, each with parts of several weights. During training, save the "
+        "full weights from torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+        "StateDictOptions(full_state_dict=True)."
+    ),
+}
+_HINTS_OF_MODEL = {
+    re.compile(rf"{_LORA}|^base_model\.model\.|\.base_layer\."): (  # the latter two by get_peft_model
+        "The model has been changed by peft. Load the weights before get_peft_model."
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +61,6 @@ class RenamePlan:
     dropped_root: str = ""
     added_root: str = ""
     tied: Mapping[str, str] = field(default_factory=dict)  # other names of a tensor -> its checkpoint key
-    buffers: Mapping[str, str] = field(default_factory=dict)  # like renames, to buffers that the model does not save
     kept: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -75,7 +85,7 @@ class RenamePlan:
 
     def rename(self, name: str) -> str:
         """Rename any key or module path of the checkpoint, even one without a weight."""
-        known = self.renames.get(name, self.clashes.get(name, self.buffers.get(name)))
+        known = self.renames.get(name, self.clashes.get(name))
         if known is not None:
             return known
         path, rest = name, ""
@@ -108,30 +118,8 @@ class RenamePlan:
     def hints(self) -> Iterator[str]:
         """Yield what to do about keys without a match, if they show which tool has changed file or model."""
         unexpected = [*map(self.rename, self.unexpected)]
-        if any(map(_LORA.search, unexpected)):
-            yield (
-                "The checkpoint holds LoRA weights, which modify a base model. Merge them first (peft: "
-                "merge_and_unload()), or load them with peft."
-            )
-        elif any(_LORA.search(key) or _PEFT.search(key) for key in self.missing):
-            yield "The model has been changed by peft. Load the weights before get_peft_model."
-        if any(map(_FSDP.search, unexpected)):
-            yield (
-                "The checkpoint holds FSDP's flat parameters, each with parts of several weights. During training, "
-                "save the full weights from torch.distributed.checkpoint.state_dict.get_model_state_dict with "
-                "StateDictOptions(full_state_dict=True)."
-            )
-        saved, own = (
-            [key[: found.start()] for key in keys if (found := _WEIGHT_NORM.search(key))]
-            for keys in (unexpected, self.missing)
-        )
-        if saved:
-            yield (
-                f"It was saved with weight_norm on {list_groups(saved)}. Create the model with "
-                "torch.nn.utils.parametrizations.weight_norm on these layers."
-            )
-        elif own:
-            yield f"The model has weight_norm on {list_groups(own)}. Load the weights before weight_norm is called."
+        for keys, hints in ((unexpected, _HINTS_OF_CHECKPOINT), (self.missing, _HINTS_OF_MODEL)):
+            yield from (advice for pattern, advice in hints.items() if any(map(pattern.search, keys)))
 
     def apply(self, state_dict: Mapping[str, Any], left_over: Mapping[str, str] | None = None) -> OrderedDict[str, Any]:
         """Return the same weights in the same order under the model's names, with ``_metadata``."""
@@ -193,13 +181,11 @@ Set = TypeVar("Set")
 class ModelKeys:
     """The facts about a model that a plan needs."""
 
-    shapes: Shapes  # of ``state_dict()``
+    shapes: Shapes  # of ``state_dict()``, and of buffers that an older version of the model may have saved
     wrappers: frozenset[str] = frozenset()  # paths of modules that contain only a child called ``module``
     tied: Mapping[str, str] = field(default_factory=dict)  # each key of a tied tensor -> first key of the tensor
     optional: frozenset[str] = frozenset()  # keys that a complete checkpoint may lack
     self_loading: frozenset[str] = frozenset()  # modules with their own loading code, as paths without private segments
-    unsaved: frozenset[str] = frozenset()  # buffers among the shapes that are not in the model's ``state_dict()``
-    untracked: Mapping[str, str] = field(default_factory=dict)  # statistics that a norm does not keep -> its class
 
 
 def plan_renaming(
@@ -208,17 +194,15 @@ def plan_renaming(
     *,
     root: str | None = None,
     strict: bool = True,
-    same_tensor: Callable[[], Mapping[str, Hashable]] = dict,
     entry: str = "",
     average: bool = False,
 ) -> RenamePlan:
     """Find the only plan by which a checkpoint fits a model; arguments and errors as in ``load_weights``.
 
-    ``same_tensor`` returns a value for each checkpoint key that may be tied. Equal values mean the same tensor.
     ``entry`` is the name that a root in a message begins with, for a file with several sets of weights. ``average`` is
     whether the whole checkpoint is an average. Averages inside it are preferred.
     """
-    return _Search(checkpoint, model, same_tensor, root, entry, average).run(strict)
+    return _Search(checkpoint, model, root, entry, average).run(strict)
 
 
 def is_average(name: str) -> bool:
@@ -247,7 +231,6 @@ class _Search:
 
     shapes: Shapes
     model: ModelKeys
-    same_tensor: Callable[[], Mapping[str, Hashable]]
     root: str | None
     entry: str
     average: bool
@@ -263,7 +246,7 @@ class _Search:
     def run(self, strict: bool) -> RenamePlan:
         unchanged = self._overlap({key: key for key in self.shapes}, {key: key for key in self.model.shapes})
         is_same = len(unchanged.pairs) == len(self.shapes) == len(self.model.shapes)
-        if is_same and not (self.root or self.model.unsaved):
+        if is_same and not self.root:
             return RenamePlan(renames=dict(unchanged.pairs))  # the usual case, which needs no tree
         self.checkpoint_tree = build_tree(self.shapes)
         self.model_tree = build_tree(self.model.shapes, self.model.wrappers)
@@ -361,25 +344,13 @@ class _Search:
         named = len(plan.renames) + len(plan.clashes)
         return not is_guess or 2 * named > min(len(self.required), len(self.shapes))
 
-    def _only(self, fits: list[_Reading]) -> RenamePlan:
+    def _only(self, found: list[_Reading]) -> RenamePlan:
         """Return the plan of the only fitting reading that is not an average."""
-        different: dict[Hashable, _Reading] = {}
-        same_tensor = self.same_tensor() if len(fits) > 1 else {}
-        for reading in fits:
-            weights = ((key, same_tensor.get(source, source)) for source, key in reading.pairs)
-            different.setdefault(frozenset(weights), reading)
-        found = list(different.values())
         averages = self.average or is_average(self.given)
         chosen = preferred(found, lambda reading: reading.roots[0].removeprefix(self.given), averages=averages)
-        whole = [reading for reading in chosen if self._is_whole(reading)] if len(chosen) > 1 else []
-        if len(whole) == 1:
-            chosen = whole
         if len(chosen) != 1:
-            choices = " or ".join(
-                f"root={self._shown(reading.roots)}{'' if self._is_whole(reading) else ' and strict=False'}"
-                for reading in found
-            )
-            sides = "checkpoint has {} sets of weights" if fits[0].roots[0] else "model has {} attributes"
+            choices = " or ".join(f"root={self._shown(reading.roots)}" for reading in found)
+            sides = "checkpoint has {} sets of weights" if found[0].roots[0] else "model has {} attributes"
             names = quoted(*("".join(reading.roots) for reading in found))
             raise AmbiguousCheckpointError(
                 f"The {sides.format(len(found))} that fit: {names}. Choose one with {choices}."
@@ -388,9 +359,7 @@ class _Search:
         return replace(self._to_plan(chosen[0]), others=others)
 
     def _to_plan(self, reading: _Reading) -> RenamePlan:
-        unsaved = self.model.unsaved
-        target = dict(reading.pairs)
-        clashes = {key: name for key, name in reading.clashes if name not in unsaved}
+        target, clashes = dict(reading.pairs), dict(reading.clashes)
         for key, other in self.checkpoint_tree.collisions.items():
             if key in target:
                 raise collision(quoted(other, key), f"{quoted(target[key])} of the model")
@@ -398,7 +367,7 @@ class _Search:
         covered = {*target.values(), *clashes.values()}
         uncovered = [key for key in self.model.shapes if key not in covered]
         tied = {key: source[self._leader(key)] for key in uncovered if self._leader(key) in source}
-        absent = [key for key in uncovered if key not in tied and key not in unsaved]
+        absent = [key for key in uncovered if key not in tied]
         left = [key for key in self.shapes if key not in target and key not in clashes]
         inside = {*keys_below(reading.scope), *self.checkpoint_tree.collisions} if left else set()
         unexpected = {key: None for key in left if key in inside}
@@ -407,8 +376,7 @@ class _Search:
             if node is not None and is_wrapper(node) and node.get(WRAPPER_COUNTER) == key:
                 del unexpected[key]
         return RenamePlan(
-            renames={key: target[key] for key in self.shapes if key in target and target[key] not in unsaved},
-            buffers={key: name for key, name in target.items() if name in unsaved},
+            renames={key: target[key] for key in self.shapes if key in target},
             dropped_root=reading.roots[0],
             added_root=reading.roots[1],
             tied=tied,
@@ -420,8 +388,10 @@ class _Search:
         )
 
     def _accept(self, plan: RenamePlan) -> RenamePlan:
-        """Return the plan; raise if any key is left over."""
-        left_over, misfits = self._without_match(plan)
+        """Return the plan; raise if any key is left over that no loading code of the model may match."""
+        inside = self.model.self_loading
+        left_over = [key for key in plan.unexpected if not is_inside(plan.rename(key), inside)]
+        misfits = [key for key in (*plan.missing, *plan.clashes.values()) if not is_inside(key, inside)]
         if not (left_over or misfits):
             return plan
         bare = {without_wrappers(key): key for key in plan.renames}
@@ -431,31 +401,10 @@ class _Search:
                 raise collision(quoted(other, key), f"{quoted(plan.renames[other])} of the model")
         raise self._mismatch(plan)
 
-    def _without_match(self, plan: RenamePlan) -> tuple[list[str], list[str]]:
-        """Return the keys of the checkpoint, and of the model, that no loading code of the model may match."""
-        inside = self.model.self_loading
-        names = {key: plan.rename(key) for key in plan.unexpected}
-        return (
-            [key for key, name in names.items() if self._norm_without(name) or not is_inside(name, inside)],
-            [key for key in (*plan.missing, *plan.clashes.values()) if not is_inside(key, inside)],
-        )
-
-    def _is_whole(self, reading: _Reading) -> bool:
-        """Return whether every key of a part of the checkpoint has a match, and vice versa."""
-        try:
-            return not any(self._without_match(self._to_plan(reading)))
-        except KeyCollisionError:
-            return False
-
-    def _norm_without(self, name: str) -> str:
-        """Return the class of the norm that does not keep this statistic; ``""`` if it is none."""
-        return self.model.untracked.get(without_private_segments(name), "")
-
     def _mismatch(self, plan: RenamePlan) -> CheckpointMismatchError:
         covered = len(plan.renames) + len(plan.tied)
-        wanted = len(self.model.shapes) - len(self.model.unsaved)
-        change = plan.describe()
-        lines = [f"{covered} of the model's {wanted} keys fit{change and f' ({change})'}. Nothing was changed."]
+        change = f" ({plan.describe()})" if plan.describe() else ""
+        lines = [f"{covered} of the model's {len(self.model.shapes)} keys fit{change}. Nothing was changed."]
         for where, keys in (("checkpoint", plan.missing), ("model", plan.unexpected)):
             if keys:
                 lines.append(f"not in the {where}: {list_groups(keys)}")
@@ -470,11 +419,6 @@ class _Search:
         elif covered:
             roots = self._shown((plan.dropped_root, plan.added_root))
             lines.append(f"Too few keys fit to guess the root. To load them, use root={roots} and strict=False.")
-        if norms := {self._norm_without(plan.rename(key)) for key in plan.unexpected} - {""}:
-            lines.append(
-                f"The model's {' and '.join(sorted(map(printable, norms)))} keeps no running statistics; files of "
-                "torch 0.3 always hold them. To use them, create the model with track_running_stats=True."
-            )
         return CheckpointMismatchError("\n  ".join((*lines, *plan.hints())), plan.missing, plan.unexpected)
 
     def _shown(self, roots: tuple[str, str]) -> str:

@@ -17,19 +17,15 @@ from lightning_gpu_tools.checkpoints.content import (
     MODEL_STATES,
     Entries,
     all_state_dicts,
-    are_arrays,
-    are_weights,
     check_contents,
     describe_content,
     is_state_dict,
     likely,
-    place_of,
     unopened_objects,
 )
 from lightning_gpu_tools.checkpoints.inert_pickle import explain_blocked
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, is_average, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import (
-    MAX_NAME,
     WRAPPER_COUNTER,
     Shape,
     list_groups,
@@ -98,20 +94,11 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
     if entries:
         return entries
     kinds = unopened_objects(content)
-    place = place_of(content, are_arrays)
-    if place is not None:
-        saved = f"torch.load({printable_path(path)!r}, weights_only=False){printable(place, 2 * MAX_NAME)}"
-        raise BrokenCheckpointError(
-            f"{printable_path(path)} holds its weights as NumPy arrays. If you trust its author, save them as tensors: "
-            f"torch.save({{name: torch.as_tensor(array) for name, array in {saved}.items()}}, 'weights.pt')"
-        )
     if not kinds:
-        place = place_of(content, are_weights)
-        what = f"no weights, only {describe_content(content)}."
-        if place is not None:
-            saved = f"torch.load({printable_path(path)!r}){printable(place, 2 * MAX_NAME)}"
-            what = f"weights, but nested too deeply to be found. Save them alone: torch.save({saved}, 'weights.pt')"
-        raise BrokenCheckpointError(f"{printable_path(path)} holds {what}")
+        raise BrokenCheckpointError(
+            f"{printable_path(path)} holds no weights, only {describe_content(content)}. Weights are tensors by name, "
+            "at most two dictionaries deep. Save them so: torch.save(model.state_dict(), 'weights.pt')"
+        )
     raise UnsafeCheckpointError(
         f"{explain_blocked(str(path), kinds)}\n  It holds no weights that can be loaded without opening it. Ask its "
         "author for the model's state_dict(). If you trust the author, open it with "
@@ -163,9 +150,12 @@ def fault_of_parts(weights: Mapping[str, Any]) -> str:
 
 
 def whole_weights(path: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the weights with plain tensors instead of unsplit sharded tensors; refuse split ones."""
+    """Return the weights with plain tensors instead of unsplit sharded tensors; refuse split ones, and names alone."""
     if fault := fault_of_parts(weights):
         raise CheckpointError(f"{printable_path(path)}: {fault}")
+    without = [key for key, value in weights.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if without:
+        raise CheckpointError(f"{printable_path(path)} has no numbers for {list_groups(without)}: {FROM_META}.")
     plain: Any = copy.copy(weights)  # with its _metadata
     plain.update((key, value.to_local()) for key, value in weights.items() if is_sharded(value))
     whole: Mapping[str, Any] = plain
@@ -184,13 +174,6 @@ def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
 
 
 FROM_META = "it was saved from the meta device. Load the weights before saving the model"
-
-
-def check_numbers(path: str, weights: Mapping[str, Any]) -> None:
-    """Refuse weights saved from the meta device, which have only names and shapes."""
-    without = [key for key, value in weights.items() if isinstance(value, torch.Tensor) and value.is_meta]
-    if without:
-        raise CheckpointError(f"{printable_path(path)} has no numbers for {list_groups(without)}: {FROM_META}.")
 
 
 def rename_optimizers(states: Any, plan: RenamePlan) -> Any:
@@ -237,7 +220,6 @@ def own_all_but_weights(content: Any, path: object) -> Any:
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 _WRAPPERS_BY_NAME = {"deepspeed.DeepSpeedEngine", "apex.DistributedDataParallel", "timm.ModelEmaV2", "timm.ModelEmaV3"}
 _BATCH_COUNTER = "num_batches_tracked"
-_STATISTICS = ("running_mean", "running_var", _BATCH_COUNTER)
 # Hooks of these packages only restore the prefix of a wrapper.
 _HOOK_PACKAGES = ("torch.distributed.", "torch._dynamo.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 
@@ -247,11 +229,7 @@ def read_model(model: nn.Module, checkpoint_keys: Collection[str] = ()) -> tuple
 
     A checkpoint without batch counters is older than torch 0.4.1, so it may lack the model's counters.
     """
-    try:
-        state = model.state_dict(keep_vars=True)
-    except TypeError:  # an override that takes no options
-        live = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
-        state = {key: live.get(key, value) for key, value in model.state_dict().items()}
+    state = model.state_dict(keep_vars=True)
     keys_of: dict[int, list[str]] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -260,14 +238,11 @@ def read_model(model: nn.Module, checkpoint_keys: Collection[str] = ()) -> tuple
     wrappers = wrapper_paths(model)
     counters = {_inside(path, WRAPPER_COUNTER) for path in wrappers}
     self_loading = set()
-    untracked: dict[str, str] = {}
     unsaved = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.modules.batchnorm._NormBase):
             if is_old:
                 counters.add(_inside(path, _BATCH_COUNTER))
-            if not module.track_running_stats:
-                untracked.update((_inside(path, name), type(module).__name__) for name in _STATISTICS)
         elif path not in wrappers and loads_itself(module):
             self_loading.add(without_private_segments(path))
         for name in getattr(module, "_non_persistent_buffers_set", ()):  # a ScriptModule may lack it
@@ -281,8 +256,6 @@ def read_model(model: nn.Module, checkpoint_keys: Collection[str] = ()) -> tuple
         tied={key: keys[0] for keys in keys_of.values() if len(keys) > 1 for key in keys},
         optional=frozenset((*unsaved, *(key for key in state if without_private_segments(key) in counters))),
         self_loading=frozenset(self_loading),
-        untracked=untracked,
-        unsaved=frozenset(unsaved),
     )
     return keys, state
 

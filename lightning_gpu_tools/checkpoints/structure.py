@@ -130,17 +130,6 @@ class SplitTensorInfo(TensorInfo):
     parts: tuple[Part, ...] = ()  # empty until they are looked up
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place where ``torch.save`` wrote a part of a tensor, or another object, into a file of several."""
-
-    file: str
-    start: int
-    size_bytes: int
-    offsets: tuple[int, ...] = ()  # in the tensor
-    shape: tuple[int, ...] = ()  # of the part
-
-
 def are_sizes(numbers: Sequence[Any]) -> bool:
     """Return whether these are valid sizes, offsets or strides: non-negative integers below 2 ** 63."""
     return not numbers or ({*map(type, numbers)} == {int} and min(numbers) >= 0 and max(numbers) < 2**63)

@@ -11,9 +11,8 @@ import importlib
 import io
 import os
 import pickle
-import re
 import warnings
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
@@ -47,8 +46,6 @@ def load_file(structure: Structure, map_location: Any, weights_only: bool) -> An
     """
     if not structure.is_of_torch:
         make = _mapped(structure)
-        for info in structure.content.values():
-            dtype_of(info.dtype)  # which an older torch may lack
         return OrderedDict((name, moved(make(info), map_location)) for name, info in structure.content.items())
     if weights_only:
         if refused := refusal(structure):
@@ -66,12 +63,8 @@ def load_file(structure: Structure, map_location: Any, weights_only: bool) -> An
             return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mapped)
     except Exception as error:  # damaged or hostile bytes can cause any error in torch
         if weights_only and isinstance(error, pickle.UnpicklingError):
-            reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
-            why = printable(reason[1] if reason else type(error).__name__, 300)
-            raise UnsafeCheckpointError(
-                f"{explain_blocked(structure.path, beyond_plain_data(structure.globals))}\n"
-                f"  torch refuses it, although all its classes are allowed: {why}. Save only plain data."
-            ) from None
+            names = beyond_plain_data(structure.globals) or ["what torch does not allow"]
+            raise UnsafeCheckpointError(f"{explain_blocked(structure.path, names)} Save only plain data.") from None
         asked_for = not weights_only or map_location != "cpu"  # the caller's class or device may be the cause
         if asked_for or isinstance(error, MemoryError) or not comes_from_contents(error):
             raise
@@ -89,18 +82,21 @@ def _warn_of_old_torch() -> None:
         )
 
 
-def described_weights(structure: Structure, entries: Entries) -> tuple[Any, dict[str, dict[str, str]]]:
-    """Return the content with tensors as weights, and entry -> key -> kind of the omitted values."""
+def described_weights(structure: Structure, entries: Entries) -> tuple[Any, dict[str, str]]:
+    """Return the content with tensors as weights, and the keys left out -> their kind; ``""`` if it is no weight."""
     make, made = _mapped(structure, weights_alone=True), dict[int, Any]()
     sets: dict[str, OrderedDict[str, Any]] = {}
-    left_out: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    left_out: dict[str, str] = {}
     for entry, weights in entries.items():
         sets[entry] = OrderedDict()
         for key, value in weights.items():
             try:
                 sets[entry][key] = _rebuilt(value, make, made)
             except NotPlainError as error:  # noqa: PERF203 - costs nothing since Python 3.11
-                left_out[entry][key] = printable(error)
+                holds_tensors = any(isinstance(part, (TensorInfo, StorageInfo)) for part in parts_of(value))
+                # Without a dot, it may be an argument beside the weights.
+                is_weight = (holds_tensors or "." in key) and not key.endswith("_extra_state")
+                left_out[key] = printable(error) if is_weight else ""
         with contextlib.suppress(AttributeError, NotPlainError):
             sets[entry]._metadata = _rebuilt(weights._metadata, make, made)  # type: ignore[attr-defined]
     return put_weights(structure.content, sets), left_out
@@ -118,7 +114,8 @@ def _mapped(structure: Structure, *, weights_alone: bool = False) -> Callable[[A
     def make(leaf: Any) -> torch.Tensor:
         if not isinstance(leaf, TensorInfo):
             raise NotPlainError(leaf.kind if isinstance(leaf, Opaque) else type(leaf).__name__)
-        if not is_plain(leaf) or (leaf.is_parameter and not weights_alone):
+        is_plain = not leaf.kind and leaf.strides is not None and not leaf.dtype.startswith("q")
+        if not is_plain or (leaf.is_parameter and not weights_alone):
             raise NotPlainError(leaf.kind or leaf.dtype)
         storage: Any = leaf.storage
         if storage.key not in storages:  # its numbers are a part of the mapped file
@@ -162,27 +159,10 @@ class NotPlainError(Exception):
     """The error for a value that is more than plain data and plain tensors. The message is its kind."""
 
 
-def holds_tensors(value: Any) -> bool:
-    """Return whether a described value is or holds a tensor."""
-    return any(isinstance(part, (TensorInfo, StorageInfo)) for part in parts_of(value))
-
-
-def is_plain(tensor: Any) -> bool:
-    """Return whether this describes a tensor of plain numbers."""
-    if not isinstance(tensor, TensorInfo) or tensor.kind or tensor.strides is None or tensor.dtype.startswith("q"):
-        return False
-    return isinstance(getattr(torch, tensor.dtype, None), torch.dtype)
-
-
-# torch treats these as plain data only after the module on the right is imported.
-_REGISTERED_BY = {"torch.distributed.": "torch.distributed.tensor", "torch.nested._internal.": "torch._dynamo"}
-
-
 def refusal(structure: Structure) -> UnsafeCheckpointError | None:
     """Return the error if the description shows that ``weights_only=True`` refuses a file."""
-    for prefix, module in _REGISTERED_BY.items():
-        if any(name.startswith(prefix) for name in structure.globals):
-            importlib.import_module(module)
+    if any(name.startswith("torch.distributed.") for name in structure.globals):
+        importlib.import_module("torch.distributed.tensor")  # torch treats its classes as plain data only then
     foreign = beyond_plain_data(structure.globals)
     calls = [name for name in foreign if name.endswith("(...)")]
     items = torch.serialization.get_safe_globals()

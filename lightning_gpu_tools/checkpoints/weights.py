@@ -13,16 +13,15 @@ from torch import nn
 
 from lightning_gpu_tools.checkpoints.content import Entries, likely
 from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights, has_same_numbers
+from lightning_gpu_tools.checkpoints.formats import checkpoint_at
 from lightning_gpu_tools.checkpoints.inert_pickle import describe_unread
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, is_average, plan_renaming, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import list_groups, shortened
 from lightning_gpu_tools.checkpoints.reading import read_weights
-from lightning_gpu_tools.checkpoints.sources import checkpoint_at
 from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
     others_of_this_model,
     read_model,
-    same_tensors,
     shape_of,
     weights_in,
 )
@@ -88,10 +87,8 @@ def load_weights(
 ) -> LoadReport:
     """Load a checkpoint into a model, regardless of the wrappers (DataParallel, DDP, FSDP, torch.compile) in its keys.
 
-    The file may be a Lightning checkpoint, a plain ``state_dict``, a dictionary or a list with one, a pickled module, a
-    TorchScript program, or safetensors. Shards are loaded as one checkpoint: safetensors or ``.bin`` files with an
-    ``index.json``, and the folders of ``torch.distributed.checkpoint``, FSDP, ModelParallel and DeepSpeed ZeRO. Weights
-    are read on the CPU and copied to the model's devices. Other objects (hyperparameters, arguments) are not read.
+    The page "Missing key(s)" of the documentation lists the formats of files and folders. Weights are read on the CPU
+    and copied to the model's devices. Other objects (hyperparameters, arguments) are not read.
 
     Loading is all-or-nothing: every error below is raised before anything is copied. A model with load hooks or its own
     ``load_state_dict`` is loaded twice, the first time as a check. A model can be partly loaded only after an
@@ -125,17 +122,14 @@ def load_weights(
         last.ckpt: loaded 161 weights; removed "module." from 161 keys
     """
     if not isinstance(model, nn.Module):
-        what = f"{printable(type(model).__name__)}. The model comes first: load_weights(model, path)"
-        if isinstance(model, type) and issubclass(model, nn.Module):
-            name = printable(model.__name__)
-            what = f"the class {name}. Create a model: load_weights({name}(...), path)"
-        raise TypeError(f"load_weights needs a torch.nn.Module, got {what}.")
+        raise TypeError(
+            f"The first argument of load_weights must be a torch.nn.Module, got {printable(repr(model), 100)}. Create "
+            "a model, and call load_weights(model, path)."
+        )
     path = checkpoint_at(path)
-    content, classes, objects = read_weights(path, weights_only=weights_only)
+    content, classes = read_weights(path, weights_only=weights_only)
     entries = weights_in(content, path)
-    unopened = [f"{printable(key)} ({printable(kind)})" for kinds in objects.values() for key, kind in kinds.items()]
-    note = f"\n  not opened, because this would run code: {shortened(unopened)}" if unopened else ""
-    with errors_about(path, type(model), note):
+    with errors_about(path, type(model), f"\n  {describe_unread(classes)}" if classes else ""):
         fit = fit_weights(model, entries, root, strict)
         plan, loaded = copy_weights(model, fit)
     warn_of_averages(path, fit)
@@ -185,20 +179,15 @@ def fit_weights(model: nn.Module, entries: Entries, root: str | None, strict: bo
         )
     fit = meant[0]
 
-    def root_of(entry: str) -> str:
-        """Return the root that loads an entry, or the average in it; ``""`` if fewer of its keys fit."""
-        if entries[entry].keys() == fit.weights.keys() and not (fit.plan.dropped_root or fit.plan.added_root):
-            return entry  # the usual case
+    def fits_as_well(entry: str) -> bool:
         with contextlib.suppress(CheckpointError):
-            plan = _fit(model, entry, entries, None, strict).plan
-            if len(plan.renames) >= len(fit.plan.renames):
-                return f"{entry}.{plan.dropped_root}" if plan.others else entry
-        return ""
+            return len(_fit(model, entry, entries, None, strict).plan.renames) >= len(fit.plan.renames)
+        return False
 
-    others = map(root_of, others_of_this_model(fit.entry, entries)) if root is None else ()
+    others = filter(fits_as_well, others_of_this_model(fit.entry, entries)) if root is None else ()
     of_fit = _entry_in_roots(fit.entry, entries)
     attributes = (f"{of_fit}.{name}" if of_fit else name for name in fit.plan.others)
-    return fit._replace(others=(*filter(None, others), *attributes))
+    return fit._replace(others=(*others, *attributes))
 
 
 def _entry_in_roots(entry: str, entries: Entries) -> str:
@@ -216,12 +205,11 @@ def _fit(model: nn.Module, entry: str, entries: Entries, root: str | None, stric
         keys,
         root=root,
         strict=strict,
-        same_tensor=lambda: same_tensors(weights),
         entry=_entry_in_roots(entry, entries),
         average=is_average(entry),
     )
-    buffers = {key: model.get_buffer(name) for key, name in plan.buffers.items()}
-    others = [key for key, buffer in buffers.items() if not has_same_numbers(weights[key], buffer)]
+    buffers = {key: name for key, name in plan.renames.items() if name not in state}
+    others = [key for key, name in buffers.items() if not has_same_numbers(weights[key], model.get_buffer(name))]
     if others and strict:
         raise CheckpointMismatchError(
             f"The model does not save {list_groups(others)} (persistent=False), and has other numbers there. Nothing "
@@ -229,14 +217,18 @@ def _fit(model: nn.Module, entry: str, entries: Entries, root: str | None, stric
             (),
             others,
         )
-    same = {key: name for key, name in plan.buffers.items() if key not in others}
-    plan = replace(plan, buffers=same, unexpected=(*plan.unexpected, *others))
-    return Fit(entry, weights, plan, keys, state, strict)
+    plan = replace(
+        plan,
+        renames={key: name for key, name in plan.renames.items() if key not in buffers},
+        kept=tuple(key for key in plan.kept if key in state),
+        unexpected=(*plan.unexpected, *others),
+    )
+    return Fit(entry, weights, plan, keys, state, strict, tuple(key for key in buffers if key not in others))
 
 
 def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unread: tuple[str, ...]) -> LoadReport:
     lists = {
-        "equal to buffers that the model does not save": tuple(plan.buffers),
+        "equal to buffers that the model does not save": fit.buffers,
         "kept": plan.kept,
         "missing": plan.missing,
         "unexpected": plan.unexpected,
@@ -258,7 +250,7 @@ def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unre
         renamed={old: new for old, new in plan.renames.items() if old != new},
         root=plan.dropped_root or plan.added_root,
         others=fit.others,
-        buffers=tuple(plan.buffers),
+        buffers=fit.buffers,
         kept=plan.kept,
         missing=plan.missing,
         unexpected=plan.unexpected,

@@ -1,4 +1,4 @@
-"""All-or-nothing writing of checkpoints, as they are or converted: other keys, precision or format."""
+"""All-or-nothing writing of checkpoints, as they are or converted: other keys or format."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from lightning_gpu_tools.checkpoints.content import (
     is_lightning_checkpoint,
     put_weights,
 )
-from lightning_gpu_tools.checkpoints.copying import changed_number
 from lightning_gpu_tools.checkpoints.formats.hugging_face import DTYPE_OF_SAFETENSORS
 from lightning_gpu_tools.checkpoints.inert_pickle import describe_unread
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, quoted
 from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, list_groups
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import (
-    check_numbers,
     choose_entry,
     errors_about,
     is_dense,
@@ -71,6 +69,7 @@ def write_safetensors(weights: Mapping[str, Any], path: str) -> None:
         if key == "__metadata__"
         or key.encode(errors="ignore").decode() != key
         or not (is_dense(value) and value.dtype in _SAFETENSORS_DTYPES)
+        or _repeated_bytes(value) > _MAX_REPEATED_BYTES
     ]
     if unfit:
         raise CheckpointError(
@@ -101,6 +100,11 @@ def write_safetensors(weights: Mapping[str, Any], path: str) -> None:
             file.write(flat.view(torch.uint8).numpy().data)
 
 
+def _repeated_bytes(value: torch.Tensor) -> int:
+    """Return how many bytes more than its numbers a tensor would take: 1 KiB can describe 256 GiB."""
+    return 0 if isinstance(value, LazyTensor) else value.nbytes - value.untyped_storage().nbytes()
+
+
 def convert(
     source: str,
     target: str,
@@ -108,7 +112,6 @@ def convert(
     entry: str | None,
     drop_root: str,
     add_root: str,
-    dtype: torch.dtype | None,
     weights_only: bool,
 ) -> str:
     """Convert ``source`` to ``target``, as safetensors if it ends in ``.safetensors``, and return a summary.
@@ -117,7 +120,7 @@ def convert(
     """
     as_safetensors = target.endswith(".safetensors")
     leaves_out_rest = as_safetensors or weights_only
-    content, unread, _ = read_weights(source) if leaves_out_rest else (read_checkpoint(source), (), {})
+    content, unread = read_weights(source) if leaves_out_rest else (read_checkpoint(source), ())
     entries = weights_in(content, source)
     entry = choose_entry(source, entries, entry)
     others = others_of_this_model(entry, entries)
@@ -139,7 +142,7 @@ def convert(
             renames={key: add_root + clean.removeprefix(drop_root) for key, clean in kept.items()},
             unused=tuple(key for key in weights if key not in kept),
         )
-        converted[name] = _converted(source, weights, plans[name], dtype, as_safetensors)
+        converted[name] = _converted(weights, plans[name])
     plan = plans[entry]
     if as_safetensors:
         write_safetensors(converted[entry], target)
@@ -160,38 +163,16 @@ def convert(
     return f"{printable_path(target)}: {', '.join(filter(None, done))}"
 
 
-def _converted(
-    path: str, weights: Mapping[str, Any], plan: RenamePlan, dtype: torch.dtype | None, as_safetensors: bool
-) -> OrderedDict[str, Any]:
-    """Return the weights with new names and precision, still tied, without the rest of their storages."""
+def _converted(weights: Mapping[str, Any], plan: RenamePlan) -> OrderedDict[str, Any]:
+    """Return the weights with new names, still tied, without the rest of their storages."""
     converted = plan.apply(weights)
-    check_numbers(path, converted)
-    for key, value in converted.items() if dtype is not None or as_safetensors else ():
-        if not is_dense(value) or isinstance(value, LazyTensor):
-            continue
-        if value.nbytes > value.untyped_storage().nbytes() + _MAX_REPEATED_BYTES:  # 1 KiB can describe 256 GiB
-            raise CheckpointError(
-                f"{printable_path(path)} stores {quoted(key)} of shape {tuple(value.shape)} in far fewer numbers. "
-                "Remove it, or convert the file to .pt without --dtype."
-            )
     identity = same_tensors(converted)
     made: dict[Hashable, Any] = {}
-    beyond_range = []
     for key, value in converted.items():
         same = identity.get(key, key)
         if same not in made:
-            made[same] = value
-            is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
-            if dtype is not None and is_number and value.dtype is not dtype:
-                made[same] = value.detach().to(dtype)
-                if changed_number(value, dtype):
-                    beyond_range.append(key)
-            elif type(value) is torch.Tensor and is_dense(value) and value.untyped_storage().nbytes() > value.nbytes:
-                made[same] = value.detach().clone()
+            is_plain = type(value) is torch.Tensor and is_dense(value)
+            is_part = is_plain and value.untyped_storage().nbytes() > value.nbytes
+            made[same] = value.detach().clone() if is_part else value
         converted[key] = made[same]
-    if beyond_range:
-        raise CheckpointError(
-            f"{printable_path(path)}: values of {list_groups(beyond_range)} are beyond the range of {dtype} "
-            "and would become infinite. Use a dtype with a larger range, bfloat16 or float64, or omit --dtype."
-        )
     return converted

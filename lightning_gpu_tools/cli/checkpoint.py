@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_gpu_tools.checkpoints import sources
+from lightning_gpu_tools.checkpoints import formats
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     check_contents,
@@ -35,9 +35,8 @@ _EXIT_CODES = "Exit code: 0 done; 1 failed, with the reason on stderr; 2 wrong u
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
-        "Inspect, verify and convert checkpoints: files of torch.save, Lightning, TorchScript and safetensors, "
-        "and folders of shards (Hugging Face, torch.distributed.checkpoint, FSDP, DeepSpeed ZeRO). Never runs code in "
-        "a file."
+        "Inspect, verify and convert checkpoints, files and folders of shards. Never runs code in a file. "
+        "docs/missing_keys.md lists the formats."
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
@@ -64,13 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     convert = actions.add_parser(
         "convert",
-        help="remove wrappers from the keys, change the prefix or dtype, or write safetensors",
+        help="remove wrappers from the keys, change the prefix, or write safetensors",
         description="Write SOURCE to one file, TARGET, with all tensors on the CPU. Removes the names that "
         "torch.compile, FSDP, activation checkpointing and Fabric add to keys, and the `module.` that DataParallel or "
         "DDP adds to all keys. Converts averaged weights in the same way. Keeps everything else in SOURCE, unless "
         "--weights is given or TARGET is .safetensors.",
-        epilog="Example: lightning-gpu-tools checkpoint convert last.ckpt net.safetensors --drop-root model. --dtype "
-        f"bfloat16. {_EXIT_CODES} On failure TARGET is unchanged.",
+        epilog="Example: lightning-gpu-tools checkpoint convert last.ckpt net.safetensors --drop-root model. "
+        f"{_EXIT_CODES} On failure TARGET is unchanged.",
     )
     convert.add_argument("source", metavar="SOURCE", help=_ANY)
     convert.add_argument("target", metavar="TARGET", help=f"output file, ends in {', '.join(SUFFIXES)}")
@@ -79,11 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drop-root", metavar="NAME.", default="", help="remove this prefix; keys without it are dropped"
     )
     convert.add_argument("--add-root", metavar="NAME.", default="", help="add this prefix to every key")
-    convert.add_argument(
-        "--dtype",
-        choices=("float64", "float32", "float16", "bfloat16"),
-        help="convert floating-point weights to this dtype",
-    )
     convert.add_argument("--weights", action="store_true", help="write only the weights")
     convert.add_argument("--force", action="store_true", help="overwrite TARGET")
     convert.set_defaults(run=_convert)
@@ -91,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @collector_paused()
 def _inspect(args: argparse.Namespace) -> int:
-    found = _summarize(sources.read_structure(args.file))
+    found = _summarize(formats.read_structure(args.file))
     print(json.dumps(found) if args.json else _render(found))
     return 0
 
@@ -228,8 +222,6 @@ def _convert(args: argparse.Namespace) -> int:
         args.parser.error(f"argument TARGET: {printable_path(args.target)} must end in {', '.join(SUFFIXES)}")
     if exists(args.target) and not args.force:
         raise CheckpointError(f"{printable_path(args.target)} exists. Use --force to replace it.")
-    import torch
-
     from lightning_gpu_tools.checkpoints.key_renaming import as_root
     from lightning_gpu_tools.checkpoints.writing import convert
 
@@ -239,7 +231,6 @@ def _convert(args: argparse.Namespace) -> int:
         entry=args.entry,
         drop_root=as_root(args.drop_root),
         add_root=as_root(args.add_root),
-        dtype=getattr(torch, args.dtype) if args.dtype else None,
         weights_only=args.weights,
     )
     print(result)

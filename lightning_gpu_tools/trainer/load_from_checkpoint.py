@@ -21,8 +21,8 @@ from lightning_gpu_tools.checkpoints.content import (
     is_named,
 )
 from lightning_gpu_tools.checkpoints.copying import copy_weights
+from lightning_gpu_tools.checkpoints.formats import checkpoint_at
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
-from lightning_gpu_tools.checkpoints.sources import checkpoint_at
 from lightning_gpu_tools.checkpoints.state_dicts import errors_about, own_all_but_weights, weights_in
 from lightning_gpu_tools.checkpoints.weights import fit_weights, warn_of_averages
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError

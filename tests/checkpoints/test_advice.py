@@ -84,22 +84,13 @@ def test_the_names_beside_check_root_are_roots(run: Run) -> None:
     assert loads(root=names[0])
 
 
-@pytest.mark.follows("Torch cannot copy ", "or remove them from the file and use strict=False")
-@pytest.mark.parametrize(
-    ("value", "right"),
-    [
-        (WEIGHTS["1.bias"].to_sparse(), WEIGHTS["1.bias"]),
-        (torch.ones(2, device="meta"), WEIGHTS["1.bias"]),
-    ],
-)
-def test_weights_that_torch_cannot_copy_are_saved_again_or_removed(value: Any, right: torch.Tensor, run: Run) -> None:
-    torch.save({**WEIGHTS, "1.bias": value}, "a.pt")
+@pytest.mark.follows("Torch cannot copy ")
+def test_weights_that_torch_cannot_copy_are_removed(run: Run) -> None:
+    torch.save({**WEIGHTS, "1.bias": WEIGHTS["1.bias"].to_sparse()}, "a.pt")
     message = refusal(net())
     key = found(r"Torch cannot copy (\S+) \(", message)
-    torch.save({**WEIGHTS, key: right}, "b.pt")
-    assert loads("b.pt")
     torch.save({name: weight for name, weight in WEIGHTS.items() if name != key}, "b.pt")
-    argument = found(r"remove them from the file and use (strict=False)", message)
+    argument = found(r"remove these weights from the file and use (strict=False)", message)
     model = net()
     assert eval(f"load_weights(model, 'b.pt', {argument})", {"load_weights": load_weights, "model": model}).missing
 
@@ -113,7 +104,6 @@ def test_a_tensor_that_cannot_be_changed_is_replaced(run: Run) -> None:
         model = net()
         model[1].bias = nn.Parameter(unchangeable, requires_grad=False)
         message = refusal(model)
-        assert "Save these weights" not in message
         method = found(r"replace it with its (\w+)\(\)", message)
         model[1].bias = nn.Parameter(getattr(model[1].bias, method)(), requires_grad=False)
         load_weights(model, "a.pt")
@@ -180,30 +170,6 @@ def test_options_of_convert_are_mended_by_what_the_error_shows(run: Run) -> None
     option = found(r"no key begins with 'boby\.'. Check (--drop-root)", message)
     assert run("convert", "b.pt", "c.pt", option, "body")[0] == 0
     assert loads("c.pt")
-
-
-@pytest.mark.follows("Use a dtype with a larger range, bfloat16 or float64, or omit --dtype")
-def test_numbers_beyond_a_dtype_are_converted_to_a_larger_one(run: Run) -> None:
-    torch.save({"w": torch.tensor([1e30])}, "a.pt")
-    code, message = run("convert", "a.pt", "b.pt", "--dtype", "float16")
-    assert code == 1
-    dtypes = re.findall(r"range, (\w+) or (\w+), or omit --dtype", message)[0]
-    for options in (*(("--dtype", dtype) for dtype in dtypes), ()):
-        assert run("convert", "a.pt", "b.pt", "--force", *options)[0] == 0
-        assert torch.load("b.pt")["w"].double().item() == pytest.approx(1e30, rel=0.01)
-
-
-@pytest.mark.follows("or convert the file to .pt without --dtype")
-def test_what_cannot_be_converted_is_kept_without_the_option(run: Run) -> None:
-    torch.save({"mask": torch.zeros(1).expand(1 << 15, 1 << 15), "w": torch.ones(2)}, "a.pt")
-    code, message = run("convert", "a.pt", "b.pt", "--dtype", "float16")
-    assert code == 1
-    assert found(r"(Remove it), or convert the file to \.pt without --dtype", message)
-    assert run("convert", "a.pt", "b.pt")[0] == 0
-    assert torch.load("b.pt")["mask"].shape == (1 << 15, 1 << 15)
-    key = found(r'stores "(\w+)" of shape', message)
-    torch.save({name: value for name, value in torch.load("a.pt").items() if name != key}, "c.pt")
-    assert run("convert", "c.pt", "d.pt", "--dtype", "float16")[0] == 0
 
 
 @pytest.mark.follows("Load the weights before saving the model")

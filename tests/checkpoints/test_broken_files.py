@@ -13,7 +13,6 @@ import pytest
 import torch
 from checkpoint_files import (
     EDITS,
-    lightning_checkpoint,
     open_in_every_way,
     overwritten,
     records_of,
@@ -25,9 +24,8 @@ from checkpoint_files import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_gpu_tools.checkpoints.formats import read_structure
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, verify_checkpoint
-from lightning_gpu_tools.checkpoints.sources import read_structure
-from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 
 CONTENT = OrderedDict(weight=torch.arange(600.0).view(20, 30), bias=torch.linspace(-1, 1, 20))
@@ -51,28 +49,12 @@ def test_the_error_about_a_broken_file_says_what_to_do(fault: str, tmp_path: Pat
     content, message = FAULTS[fault]
     path = tmp_path / "last.ckpt"
     path.write_bytes(content)
-    write_checkpoint(lightning_checkpoint({"a": torch.ones(5)}), tmp_path / "epoch=2.ckpt")
     for read in (read_checkpoint, read_structure):  # the second one works without torch
         with pytest.raises(BrokenCheckpointError, match=message) as caught:
             read(path)
         text = str(caught.value)
         assert text.startswith(str(path))
-        assert text.endswith(f" The newest complete checkpoint in that folder: {tmp_path / 'epoch=2.ckpt'}")
         assert "weights_only" not in text
-
-
-@pytest.mark.follows("The newest complete checkpoint in that folder: ")
-def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) -> None:
-    good = saved(lightning_checkpoint(CONTENT))
-    files = {"old.ckpt": good, "newer.ckpt": good, "broken.ckpt": good[:-50], "other.ckpt": saved({}), "a.pt": good}
-    for age, (name, data) in enumerate(files.items()):
-        (tmp_path / name).write_bytes(data)
-        os.utime(tmp_path / name, (1000 + age, 1000 + age))
-    for name in ("broken.ckpt", "gone.ckpt"):
-        with pytest.raises(CheckpointError, match=r"newest complete .* in that folder: .*/newer\.ckpt$") as broken:
-            read_checkpoint(tmp_path / name)
-        named = str(broken.value).rpartition("in that folder: ")[2]
-        assert torch.equal(read_checkpoint(named)["state_dict"]["bias"], CONTENT["bias"])
 
 
 def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:
@@ -164,7 +146,7 @@ AMBIGUOUS = {
 def test_a_zip_that_says_two_things_is_refused(case: str, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     path.write_bytes(AMBIGUOUS[case])
-    refuse_everywhere(path, f"duplicated|{CONTRADICTION}|another program has compressed.*zip -0 -r")
+    refuse_everywhere(path, f"duplicated|{CONTRADICTION}|another program has compressed.*Zip its files again")
 
 
 def test_a_file_replaced_after_the_check_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,8 @@
 """Files of other programs are named, and what the message advises leads to the weights."""
 
 import gzip
-import os
 import pickle
 import re
-import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -20,9 +16,9 @@ from checkpoint_files import saved
 from torch import nn
 
 from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.formats import read_structure
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, verify_checkpoint
-from lightning_gpu_tools.checkpoints.sources import read_structure
-from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
+from lightning_gpu_tools.errors import BrokenCheckpointError
 
 WEIGHTS = nn.Linear(3, 2).state_dict()
 
@@ -36,45 +32,6 @@ def refused(path: Path) -> str:
         words.add(str(caught.value))
     assert len(words) == 1
     return words.pop()
-
-
-def unpacked(path: Path) -> None:
-    torch.save(WEIGHTS, path.parent / "m.pt")
-    with zipfile.ZipFile(path.parent / "m.pt") as archive:
-        archive.extractall(path)
-
-
-def compressed(path: Path) -> None:
-    unpacked(path.parent / "there")
-    shutil.make_archive(str(path.parent / "made"), "zip", path.parent / "there")
-    (path.parent / "made.zip").rename(path)
-
-
-@pytest.mark.skipif(not shutil.which("zip"), reason="zip is not installed")
-@pytest.mark.follows("Zip its folder again, ", "unpacked && cd unpacked", "zip its folder again without compression: ")
-@pytest.mark.parametrize(
-    ("make", "name", "called"),
-    [
-        (unpacked, "folder", "is an unpacked checkpoint"),
-        (lambda path: unpacked(path.parents[1]), "folder/m/data.pkl", "is an unpacked checkpoint"),
-        (compressed, "it's a.pt", "another program has compressed"),
-    ],
-)
-def test_what_a_zip_program_has_made_is_zipped_again(
-    make: Callable[[Path], None], name: str, called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "given to me" / name
-    (tmp_path / "given to me").mkdir()
-    make(path)
-    words = refused(path)
-    assert called in words
-    command = re.search(r": ((cd|python) .*)$", words)[1]  # type: ignore[index]
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run(command, shell=True, check=True, env=environment, capture_output=True)
-    (made,) = tmp_path.rglob("m.zip")
-    load_weights(model := nn.Linear(3, 2), made)
-    assert torch.equal(model.weight, WEIGHTS["weight"])
 
 
 def program(path: Path) -> None:
@@ -99,32 +56,28 @@ def in_zip(path: Path) -> None:
 
 
 ARRAYS = {key: value.numpy() for key, value in WEIGHTS.items()}
-DETECTRON2 = {"model": ARRAYS, "__author__": "Detectron2 Model Zoo"}
 
 
-@pytest.mark.follows(
-    "tensors: import numpy, torch; {}",
-    "import pickle, torch; saved = pickle.load(open(",
-    "torch.save({name: torch.as_tensor(array) for name, array in {}}, 'weights.pt')",
-    "torch.as_tensor(array) for name, array in {}.items()}",
-)
+def unpickled(path: Path) -> Any:
+    return pickle.loads(path.read_bytes())
+
+
+@pytest.mark.follows("torch.save({name: torch.as_tensor(array) for name, array in arrays")
 @pytest.mark.parametrize(
-    ("make", "called"),
+    ("make", "called", "load"),
     [
-        (lambda path: np.savez(path.open("wb"), **ARRAYS), "holds NumPy arrays (.npz)"),
-        (lambda path: path.write_bytes(pickle.dumps(DETECTRON2, 2)), "such as Detectron2's weights in NumPy arrays"),
-        (lambda path: torch.save(DETECTRON2, path), "holds its weights as NumPy arrays"),
+        (lambda path: np.savez(path.open("wb"), **ARRAYS), "holds NumPy arrays (.npz)", np.load),
+        (lambda path: path.write_bytes(pickle.dumps(ARRAYS)), "such as Detectron2's", unpickled),
     ],
 )
 def test_numpy_arrays_are_saved_as_tensors(
-    make: Callable[[Path], Any], called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Any, called: str, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "a file")
-    with pytest.raises(BrokenCheckpointError) as refusal:
-        load_weights(nn.Linear(3, 2), tmp_path / "a file")
-    assert called in str(refusal.value)
-    exec(str(refusal.value).partition("ave them as tensors: ")[2], {"torch": torch})
+    words = refused(tmp_path / "a file")
+    assert called in words
+    exec(words.partition("save its arrays as tensors: ")[2], {"torch": torch, "arrays": load(tmp_path / "a file")})
     load_weights(model := nn.Linear(3, 2), "weights.pt")
     assert torch.equal(model.weight, WEIGHTS["weight"])
 
@@ -141,6 +94,7 @@ NAMED: dict[str, tuple[bytes | Callable[[Path], Any], str]] = {
     "m.tar": (in_tar, "is a tar archive. Unpack it, and use the checkpoint inside"),
     "outer.zip": (in_zip, "is a zip archive but not a checkpoint; it holds models/best one.pt. Unpack it"),
     "m.pt.gz": (gzip.compress(saved(WEIGHTS)), "is compressed .gzip.*Unpack it"),
+    "script.pt": (lambda path: torch.jit.script(nn.Linear(3, 2)).save(path), "is a TorchScript program. Use the"),
     "weights.h5": (hdf5, "is an HDF5 file, as Keras writes"),
     "model.onnx": (b"\x08\x08\x12\x07pytorch" + bytes(64), "is an ONNX model"),
     "lfs.pt": (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, .*: git lfs pull$"),
@@ -157,33 +111,3 @@ def test_other_files_are_named(name: str, tmp_path: Path) -> None:
     else:
         data(tmp_path / name)
     assert re.search(words, refused(tmp_path / name).removeprefix(f"{tmp_path / name} "))
-
-
-# -- TorchScript ---------------------------------------------------------------------------------------------------
-
-
-def network() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
-
-
-SCRIPTS: dict[str, Callable[[nn.Module, Path], Any]] = {
-    "scripted": lambda model, path: torch.jit.script(model).save(path),
-    "for mobile devices": lambda model, path: torch.jit.script(model)._save_for_lite_interpreter(str(path)),
-}
-
-
-@pytest.mark.parametrize("kind", SCRIPTS)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_weights_of_a_torchscript_program_are_loaded_without_its_code(kind: str, tmp_path: Path) -> None:
-    path, source = tmp_path / "model.pt", network()
-    SCRIPTS[kind](source, path)
-    report = load_weights(model := network(), path)
-    assert all(torch.equal(value, source.state_dict()[key]) for key, value in model.state_dict().items())
-    assert any("__torch__" in name for name in report.unread)
-    assert read_structure(path).format == "TorchScript"
-    verify_checkpoint(path)
-    with pytest.raises(UnsafeCheckpointError) as caught:
-        read_checkpoint(path)
-    assert re.search(r"would import or call .*__torch__.*\n.*load only the weights", str(caught.value))
-    load_weights(other := network(), path, weights_only=False)
-    assert all(torch.equal(value, source.state_dict()[key]) for key, value in other.state_dict().items())

@@ -18,8 +18,8 @@ from checkpoint_files import Exploit, records_of, refuse_everywhere, zipped
 from sharded_checkpoints import divided, write_deepspeed, write_distributed, write_index
 from torch.distributed.checkpoint.metadata import Metadata
 
+from lightning_gpu_tools.checkpoints.formats import read_structure
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, verify_checkpoint
-from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 
 WEIGHTS = {"a": torch.rand(4, 3), "b": torch.rand(3), "c": torch.rand(2)}

@@ -1,16 +1,13 @@
 """Keys that show which tool has changed a model: the error names it, and its advice makes the weights fit."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, weight_norm
 from torch.optim.swa_utils import AveragedModel
-from wrapped_models import fill
 
 from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
@@ -19,49 +16,10 @@ from lightning_gpu_tools.errors import CheckpointMismatchError
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def net(norm: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> nn.Module:
-    return nn.ModuleDict({"first": norm(nn.Linear(3, 3)), "last": nn.Linear(3, 2)})
-
-
 def refusal(model: nn.Module, path: Path) -> str:
     with pytest.raises(CheckpointMismatchError) as refused:
         load_weights(model, path)
     return str(refused.value)
-
-
-def saved(model: nn.Module, path: Path) -> nn.Module:
-    fill(model, 1)
-    torch.save(nn.DataParallel(model).state_dict(), path)
-    return model
-
-
-def output(model: Any) -> torch.Tensor:
-    return model["last"](model["first"](torch.ones(1, 3)))  # type: ignore[no-any-return]
-
-
-NORMS = [weight_norm, parametrizations.weight_norm]
-
-
-@pytest.mark.follows("It was saved with weight_norm on", "torch.nn.utils.parametrizations.weight_norm")
-@pytest.mark.parametrize(("norm", "own"), [(NORMS[0], None), (NORMS[1], None), (NORMS[1], NORMS[0])])
-def test_weights_by_weight_norm_load_after_the_advice(norm: Any, own: Any, tmp_path: Path) -> None:
-    source = saved(net(norm), tmp_path / "a.pt")
-    message = refusal(net(own) if own else net(), tmp_path / "a.pt")
-    advice = re.search(r"with weight_norm on (\w+)\. Create the model with (torch[\w.]+) on these layers", message)
-    assert advice is not None
-    eval(advice[2])((model := net()).get_submodule(advice[1]))
-    load_weights(model, tmp_path / "a.pt")
-    assert torch.allclose(output(model), output(source))
-
-
-@pytest.mark.follows("Load the weights before weight_norm is called")
-@pytest.mark.parametrize("norm", NORMS)
-def test_plain_weights_load_before_weight_norm_is_called(norm: Any, tmp_path: Path) -> None:
-    source = saved(net(), tmp_path / "a.pt")
-    assert "The model has weight_norm on first. Load the weights before" in refusal(net(norm), tmp_path / "a.pt")
-    load_weights(model := net(), tmp_path / "a.pt")
-    norm(model["first"])
-    assert torch.allclose(output(model), output(source))
 
 
 def test_lora_weights_are_named() -> None:

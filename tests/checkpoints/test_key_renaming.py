@@ -69,20 +69,6 @@ def test_what_has_no_one_place_is_refused_in_words(what: str) -> None:
         plan_renaming(checkpoint, wanted, **options)
 
 
-def test_a_set_that_leaves_nothing_over_is_preferred() -> None:
-    assert plan_renaming(keys("net.w", "larger.w", "larger.x"), model("w")).dropped_root == "net."
-    with pytest.raises(AmbiguousCheckpointError, match=r'root="a\." and strict=False or root="b\." and strict=False'):
-        plan_renaming(keys("a.w", "a.x", "b.w", "b.y"), model("w"))
-
-
-def test_two_names_of_one_tensor_are_not_two_sets_of_weights() -> None:
-    # self.net = net; self.fast = torch.compile(net)
-    same = {"net.w": 1, "fast._orig_mod.w": 1}
-    assert plan_renaming(keys(*same), model("w"), same_tensor=lambda: same).renames == {"net.w": "w"}
-    with pytest.raises(AmbiguousCheckpointError):
-        plan_renaming(keys(*same), model("w"), same_tensor=lambda: {"net.w": 1, "fast._orig_mod.w": 2})
-
-
 def test_weights_beside_a_dropped_root_are_listed() -> None:
     plan = plan_renaming(keys("model.w", "loss.weight", "metric.total"), model("w"))
     assert (plan.renames, plan.dropped_root) == ({"model.w": "w"}, "model.")

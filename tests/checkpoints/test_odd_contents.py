@@ -42,13 +42,12 @@ OPERATIONS: dict[str, Callable[[str, Path], object]] = {
     "json": lambda path, _: main(["checkpoint", "inspect", path, "--json"]),
     "verify": lambda path, _: main(["checkpoint", "verify", path]),
     "convert": convert("target.pt"),
-    "half": convert("target.pt", "--dtype", "bfloat16"),
     "safetensors": convert("target.safetensors"),
 }
 NONE: frozenset[str] = frozenset()
 ALL = frozenset(OPERATIONS)
 LIGHTNING = frozenset({"class", "verify"})
-READ_WHOLE = frozenset({"class", "plugin", "convert", "half", "verify"})  # the others leave the rest unread
+READ_WHOLE = frozenset({"class", "plugin", "convert", "verify"})  # the others leave the rest unread
 LOADS = frozenset({"load", "class", "verify"})
 
 
@@ -119,7 +118,7 @@ def doubled(times: int) -> list[Any]:
 
 WEIGHTS = Lit().state_dict()
 VERSION = "pytorch-lightning_version"
-NO_VERSION = "its pytorch-lightning_version is .*, not a version such as 2.6.0"
+NO_VERSION = "its pytorch-lightning_version is .*, which no Trainer writes"
 CLAIMS = "claims to be from Lightning.*Invalid version: "
 # Content, what the error says, and which operations refuse it; all others work.
 ODD: dict[str, tuple[Any, str, frozenset[str] | set[str]]] = {
@@ -143,7 +142,7 @@ ODD: dict[str, tuple[Any, str, frozenset[str] | set[str]]] = {
     "one name twice": (
         {**WEIGHTS, "": torch.ones(2), "_orig_mod.": torch.ones(2)},
         'odd.ckpt: "" and "_orig_mod." would both become the same key',
-        {"convert", "half", "safetensors"},
+        {"convert", "safetensors"},
     ),
 }
 
@@ -174,12 +173,8 @@ def test_256_gib_in_a_small_file_are_never_allocated(
     # More than this machine has: who asked for it would get a RuntimeError or be killed.
     refused = refusals(path, tmp_path, capsys)
     if kind == "no numbers":
-        assert set(refused) == {"verify", "convert", "half", "safetensors"}
+        assert set(refused) == {"verify", "convert", "safetensors"}
         assert "has no numbers for mask: it was saved from the meta device" in refused["convert"]
-    elif kind.startswith("stride"):
-        assert set(refused) == {"half", "safetensors"}
-        words = 'odd.ckpt stores "mask" of shape (262144, 262144) in far fewer numbers'
-        assert all(words in message for message in refused.values())
     else:
         assert set(refused) == {"safetensors"}
         assert "safetensors cannot store mask" in refused["safetensors"]

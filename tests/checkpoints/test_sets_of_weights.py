@@ -59,7 +59,7 @@ SPELLINGS: dict[str, tuple[Callable[[Any], Mapping[str, Any]], str]] = {
         lambda raw: below(["net"], raw) | below(["ema"], in_ema_pytorch(raw, AVERAGE)),
         "ema.ema_model.",
     ),
-    "ema-pytorch": (lambda raw: {"model": raw, "ema": in_ema_pytorch(raw, AVERAGE)}, "ema.ema_model."),
+    "ema-pytorch": (lambda raw: {"model": raw, "ema": in_ema_pytorch(raw, AVERAGE)}, "ema"),
     "mmengine": (
         lambda raw: {"state_dict": raw, "ema_state_dict": {"steps": torch.tensor(3), **below(["module"], AVERAGE)}},
         "ema_state_dict",

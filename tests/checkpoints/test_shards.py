@@ -17,8 +17,8 @@ from sharded_checkpoints import divided, write_deepspeed, write_distributed, wri
 from torch import nn
 
 from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.formats import read_structure
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, verify_checkpoint
-from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 

@@ -34,6 +34,7 @@ def test_any_wrapping_of_a_real_architecture_loads_into_any_other(
             assert contents(target) == expected, (saved_as, loaded_as, str(report))
 
 
+@pytest.mark.follows("report the rest, use strict=False")
 def test_the_report_says_what_was_done(tmp_path: Path) -> None:
     net = nn.DataParallel(nn.Sequential(nn.Linear(2, 2)))
     torch.save({"state_dict": net.state_dict(), "epoch": 1}, tmp_path / "last.ckpt")

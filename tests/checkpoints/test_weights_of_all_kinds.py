@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,40 +145,6 @@ def test_a_meta_model_gets_tensors_of_its_own(tmp_path: Path) -> None:
     assert target.head.weight is target.embed.weight
     (tmp_path / "a.pt").write_bytes(bytes((tmp_path / "a.pt").stat().st_size))
     assert contents(target) == contents(source)
-
-
-def translating(net: nn.Module) -> nn.Module:
-    net.register_load_state_dict_pre_hook(lambda *_: None)
-    return net
-
-
-@pytest.mark.follows("create the model with ", "report the rest, use strict=False")
-@pytest.mark.parametrize("prepare", [lambda net: net, translating, nn.DataParallel])
-def test_statistics_that_a_norm_does_not_keep_are_left_out(
-    prepare: Callable[[nn.Module], nn.Module], tmp_path: Path
-) -> None:
-    def net(**options: Any) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, **options))
-
-    source = net(track_running_stats=True)
-    fill(source, 1)
-    old = {key: value for key, value in source.state_dict().items() if "tracked" not in key}  # as torch 0.3 saved it
-    torch.save(old, tmp_path / "a.pt")
-    with pytest.raises(CheckpointMismatchError, match=r"not in the model: 1\.running_mean, 1\.running_var") as refusal:
-        load_weights(prepare(net()), tmp_path / "a.pt")
-    for advice, kept in (
-        (r"use (strict=False)", ()),
-        (r"create the model with (\w+=True)", ("1.num_batches_tracked",)),
-    ):
-        found = re.search(advice, str(refusal.value))
-        assert found is not None
-        options = eval(f"dict({found[1]})")
-        target = net(**options) if kept else net()
-        report = load_weights(prepare(target), tmp_path / "a.pt", strict=options.get("strict", True))
-        assert torch.equal(target[0].weight, source[0].weight)
-        assert report.unexpected == (() if kept else ("1.running_mean", "1.running_var"))
-        assert len(report.kept) == len(kept)
-    assert torch.equal(target[1].running_var, source[1].running_var)
 
 
 def test_safetensors_load_also_without_a_list_of_tied_names(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.formats import read_structure
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
-from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 
 

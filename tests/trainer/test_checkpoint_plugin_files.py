@@ -43,7 +43,7 @@ def test_broken_missing_and_unsafe_files_are_told_apart(tmp_path: Path) -> None:
         run.test(Lit(), ckpt_path=tmp_path / "list.ckpt")
     with pytest.raises(FileNotFoundError) as lightnings:
         TorchCheckpointIO().load_checkpoint(tmp_path / "gone.ckpt")
-    with pytest.raises(CheckpointNotFoundError, match=re.escape(f"{lightnings.value}. The newest complete checkpoint")):
+    with pytest.raises(CheckpointNotFoundError, match=re.escape(str(lightnings.value))):
         run.test(Lit(), ckpt_path=tmp_path / "gone.ckpt")
     for plugin in (None, PortableCheckpointIO(TorchCheckpointIO())):  # which runs a file's code on Lightning 2.5
         with pytest.raises(UnsafeCheckpointError, match=r"pathlib\.PosixPath"):

@@ -1,6 +1,4 @@
-"""Checkpoint files and folders, opened and described without torch and without their code; one module per format.
-
-Files of other programs are named, by their first bytes and the names in them, with what to do.
+"""A checkpoint at a path, opened and described without torch and without its code; one module per format.
 
 A new format is a module here, and an entry in ``_FILES`` or ``_FOLDERS``. A format of single files has
 
@@ -14,68 +12,122 @@ A format with several files has
 
 - ``FILES``: a pattern for names of which a folder of this format has at least one;
 - ``PART``: a pattern for names of files that are not a checkpoint without the others;
-- ``describe_folder(folder, names, to_load=...)``, which returns what ``structure.assembled`` returns, with the
-  places of all numbers if that costs no time or ``to_load`` is true.
+- ``describe_folder(folder)``, which returns what ``structure.assembled`` returns. If it takes time to look up the
+  places of all numbers, it does so only for ``folder.to_load``.
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
+import glob
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_gpu_tools.checkpoints.key_tree import listed
-from lightning_gpu_tools.checkpoints.structure import RESTORE, Fault, Structure, any_error_is, damaged, faults_of
+from lightning_gpu_tools.checkpoints.formats.other_programs import other_file
+from lightning_gpu_tools.checkpoints.key_tree import listed, shortened
+from lightning_gpu_tools.checkpoints.structure import SUFFIXES, Fault, Structure, any_error_is, damaged, faults_of
 from lightning_gpu_tools.errors import CheckpointNotFoundError
 from lightning_gpu_tools.files import local_copy
 from lightning_gpu_tools.patches import collector_paused
-from lightning_gpu_tools.units import format_bytes, printable, printable_path
+from lightning_gpu_tools.units import path_text, printable, printable_path
 
 _FILES = ("torch_files", "hugging_face")
 _FOLDERS = ("torch_distributed", "deepspeed", "hugging_face")
 
+# Names by Hugging Face's tools of the file that lists the others: model.safetensors.index.json or .index.fp16.json.
+INDEX = re.compile(r".+\.index(\.\w+)?\.json")
 _HEAD_BYTES = 1024  # a server's whole error message
+# The weights in a folder by Hugging Face's tools, the preferred file first. Others are a training's state.
+_HUGGING_FACE = ("model.safetensors", "pytorch_model.bin")
 
-_UNPACK = "Unpack it, and use the checkpoint inside."
-_EXPORTED = "Use the checkpoint that it was exported from."
-_OTHER_LIBRARY = "Read it with the library that wrote it, and save its weights with torch.save."
-_DOWNLOAD = "Download the file itself."
-# A signature, what the file is, and what to do. The first one that matches counts.
-_SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
-    (rb"\s*version https://git-lfs", "is a Git LFS pointer, not the file itself", "Fetch the file: git lfs pull"),
-    (rb"\x89HDF\r\n\x1a\n", "is an HDF5 file, as Keras writes", _OTHER_LIBRARY),
-    (rb"\x93NUMPY", "is a NumPy array", _OTHER_LIBRARY),
-    (rb".{257}ustar", "is a tar archive", _UNPACK),
-    (rb"\x1f\x8b", "is compressed (gzip)", _UNPACK),
-    (rb"BZh", "is compressed (bzip2)", _UNPACK),
-    (rb"\xfd7zXZ", "is compressed (xz)", _UNPACK),
-    (rb"\x28\xb5\x2f\xfd", "is compressed (zstd)", _UNPACK),
-    (rb"GGUF", "is a GGUF file of llama.cpp", _EXPORTED),
-    (rb".{4}PTMF", "is a TorchScript program for mobile devices", _EXPORTED),
-    # Protocol buffers begin with their first two fields: https://onnx.ai/onnx/api/classes.html#modelproto.
-    (rb"\x08[\x02-\x3f][\x12\x1a\x22\x28\x32\x3a\x42]", "is an ONNX model", _EXPORTED),
-)
-# The same for the start of a text.
-_TEXTS: tuple[tuple[str, str, str], ...] = (
-    (r"<", "is a web page (HTML or XML): the download returned a login or error page", _DOWNLOAD),
-    (r"\{\s*[\"}]|\[\s*[\"{\d\[\]]", "is a JSON file", "Use the file with the weights."),
-    (r"", "is a text file", "Use the file with the weights, or download it again."),
-)
+
+def checkpoint_at(path: str | os.PathLike[str]) -> str:
+    """Return the path of the only checkpoint in a folder, or in its ``checkpoints``; the path itself for anything else.
+
+    Raises ``BrokenCheckpointError`` with their paths if there are several.
+    """
+    text = path_text(path)
+    local = os.path.expanduser(text)
+    if "://" in text or not os.path.isdir(local) or _folder_format(_files_at(local)[1]):
+        return text
+    known = [file for file in (os.path.join(local, name) for name in _HUGGING_FACE) if os.path.isfile(file)]
+    for place in ("", "checkpoints", "version_*/checkpoints"):  # the others are those of Lightning's loggers
+        folder = os.path.join(glob.escape(local), place)
+        found = (file for suffix in SUFFIXES for file in glob.glob(os.path.join(folder, f"*{suffix}")))
+        files = sorted(filter(os.path.exists, found), reverse=True)
+        different = {os.path.realpath(file): file for file in files}  # last.ckpt may be a link
+        if known or len(different) == 1:
+            return checkpoint_at([*known, *different.values()][0])
+        if different:
+            newest = sorted(different.values(), key=os.path.getmtime, reverse=True)
+            advice = f"Use one of them, the newest first: {shortened([*map(printable_path, newest)])}"
+            with faults_of(text):
+                raise Fault(f"is a folder with {len(newest)} checkpoints", advice)
+    return text
+
+
+def read_structure(path: str | os.PathLike[str]) -> Structure:
+    """Describe a file, a folder with one checkpoint, or a file at a URL that fsspec can open."""
+    with opened_source(path, to_load=False) as structure:
+        return structure
+
+
+@contextlib.contextmanager
+def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iterator[Structure]:
+    """Yield the result of :func:`read_structure` with its files still open.
+
+    Looks up the places of blocks in the files only if ``to_load``.
+    """
+    text = checkpoint_at(path)
+    with contextlib.ExitStack() as stack:
+        with faults_of(text), collector_paused():
+            structure = _described_folder(text, stack, to_load)
+        yield structure or describe(stack.enter_context(opened(text)), text)
+
+
+def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> Structure | None:
+    """Open and describe a checkpoint of several files; ``None`` for anything else."""
+    local = os.path.expanduser(path)
+    name = os.path.basename(local)
+    if INDEX.fullmatch(name) and "://" in path:
+        raise Fault("lists shards at a URL", "Download the whole folder, and use the local copy.")
+    if not os.path.isdir(local) and any(form.PART.fullmatch(name) for form in _modules(_FOLDERS)):
+        advice = f"Use the folder with all files: {printable_path(os.path.dirname(path) or '.')}"
+        raise Fault("is one of several files of a checkpoint", advice)
+    folder, names = _files_at(local)
+    form = _folder_format(names)
+    if form is None or not os.path.exists(local):
+        return None
+    structure: Structure = form.describe_folder(Folder(folder, names, stack, to_load))
+    return replace(structure, path=path)
+
+
+def _files_at(path: str) -> tuple[str, set[str]]:
+    """Return the folder that a local folder or index leads to, and the names of its files; none for other files."""
+    folder, name = os.path.split(path)
+    if not os.path.isdir(path):
+        return folder, {name} if INDEX.fullmatch(name) else set()
+    latest = os.path.join(path, "latest")  # in which DeepSpeed writes the name of the folder with its files
+    if os.path.isfile(latest):
+        with open(latest, encoding="utf-8", errors="replace") as file:
+            tag = file.read(1000).strip()
+        if is_plain_name(tag) and os.path.isdir(os.path.join(path, tag)):
+            path = os.path.join(path, tag)
+    return path, set(os.listdir(path))
+
+
+def _folder_format(names: set[str]) -> Any:
+    """Return the module of the format that files with these names have; ``None`` if they are no checkpoint together."""
+    return next((form for form in _modules(_FOLDERS) if any(map(form.FILES.fullmatch, names))), None)
 
 
 def _modules(names: Sequence[str]) -> list[Any]:
     return [import_module(f"{__name__}.{name}") for name in names]
-
-
-def folder_formats() -> list[Any]:
-    """Return the formats with several files."""
-    return _modules(_FOLDERS)
 
 
 @contextlib.contextmanager
@@ -84,9 +136,6 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     with local_copy(path) as local:
         if os.path.isdir(local):
             with faults_of(path):
-                for folder in (local, *(os.path.join(local, name) for name in sorted(os.listdir(local)))):
-                    if os.path.isfile(os.path.join(folder, "data.pkl")):
-                        raise unpacked(os.path.abspath(folder))
                 raise Fault("is a folder without shards of a checkpoint", "Use a file, or the folder with all shards.")
         try:
             file = open(local, "rb")  # noqa: SIM115 - closed below
@@ -108,14 +157,16 @@ def describe(file: BinaryIO, path: str) -> Structure:
                 with collector_paused(), any_error_is(damaged("its description and its contents do not match")):
                     structure: Structure = form.describe(file, path, size_bytes)
                     return structure
-        raise other_file(path, size_bytes, head)
+        raise other_file(size_bytes, head)
 
 
 class Folder:
     """A folder with the files of a checkpoint, which stay open until the stack is closed."""
 
-    def __init__(self, path: str, stack: contextlib.ExitStack) -> None:
+    def __init__(self, path: str, names: set[str], stack: contextlib.ExitStack, to_load: bool) -> None:
         self.path = path
+        self.names = names  # of its files; only the index's if that is what the user named
+        self.to_load = to_load  # whether its numbers will be read, not only described
         self._stack = stack
 
     def check_names(self, names: Iterable[Any]) -> list[str]:
@@ -143,73 +194,3 @@ class Folder:
 def is_plain_name(name: Any) -> bool:
     """Return whether this is a file name that stays inside its folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
-
-
-def is_torchs(names: Sequence[str]) -> bool:
-    """Return whether a zip archive with these names is one that torch writes."""
-    return any(name.count("/") == 1 and name.endswith("/data.pkl") for name in names)
-
-
-def other_file(path: str, size_bytes: int, head: bytes) -> Fault:
-    """Return what a file is that no format has recognized; ``head`` is its first ``_HEAD_BYTES`` bytes."""
-    if os.path.basename(path) == "data.pkl" and head.startswith(b"\x80"):
-        return unpacked(os.path.dirname(os.path.abspath(path)))
-    for signature, what, advice in _SIGNATURES:
-        if re.match(signature, head, re.DOTALL):
-            return Fault(what, advice)
-    if re.match(rb"\x80[\2-\5]", head):
-        what = "is a Python pickle that torch.save did not write, such as Detectron2's weights in NumPy arrays"
-        load = f"import pickle, torch; saved = pickle.load(open({printable_path(path)!r}, 'rb'), encoding='latin1')"
-        save = _saved_as_tensors("saved.get('model', saved).items()")
-        return Fault(what, f"If you trust its author, save them as tensors: {load}; {save}")
-    if not head:
-        return Fault("is empty", "Probably the disk was full, or a save was interrupted.")
-    if not head.strip(b"\0"):
-        return Fault(f"begins with zeros instead of a checkpoint: {format_bytes(size_bytes)}", RESTORE)
-    if text := _text(head):
-        what, advice = next((what, advice) for start, what, advice in _TEXTS if re.match(start, text))
-        words = " ".join(re.sub(r"<[^>]*>", " ", text).split())
-        return Fault(f'{what}, "{printable(words, 80)}"' if words else what, advice)
-    return Fault(f"is not a checkpoint: {format_bytes(size_bytes)} that begin with {head[:8]!r}", RESTORE)
-
-
-def _saved_as_tensors(arrays: str) -> str:
-    return f"torch.save({{name: torch.as_tensor(array) for name, array in {arrays}}}, 'weights.pt')"
-
-
-def other_zip(path: str, names: Sequence[str]) -> Fault:
-    """Return what a zip archive with these names is."""
-    if names and all(name.endswith(".npy") for name in names):
-        save = _saved_as_tensors(f"numpy.load({printable_path(path)!r}).items()")
-        return Fault("holds NumPy arrays (.npz)", f"Save them as tensors: import numpy, torch; {save}")
-    inner = {name.partition("/")[2] for name in names}
-    if {"archive_format", "serialized_exported_program.json"} & inner:
-        return Fault("is a program by torch.export", _EXPORTED)
-    if ".data/extern_modules" in inner:
-        return Fault("is a torch.package archive, a program with its code", _EXPORTED)
-    return Fault(f"is a zip archive but not a checkpoint; it holds {listed(names, 4) or 'nothing'}", _UNPACK)
-
-
-def compressed(path: str, names: Sequence[str]) -> Fault:
-    """Return the fault for torch's zip file after another program has compressed it."""
-    name = next(name for name in names if is_torchs([name])).partition("/")[0]
-    folder, file = shlex.quote(printable(name)), shlex.quote(printable_path(path))
-    unzip = f"python -m zipfile -e {file} unpacked && cd unpacked"
-    advice = f"Unpack it, and zip its folder again without compression: {unzip} && zip -0 -r {folder}.zip {folder}"
-    return Fault("is a checkpoint that another program has compressed", advice)
-
-
-def unpacked(folder: str) -> Fault:
-    """Return the fault for torch's zip file after it has been unpacked to this folder."""
-    parent, name = (shlex.quote(printable_path(part)) for part in os.path.split(folder))
-    advice = f"Zip its folder again, without compression: cd {parent} && zip -0 -r {name}.zip {name}"
-    return Fault("is an unpacked checkpoint", advice)
-
-
-def _text(head: bytes) -> str:
-    """Return the text that a file begins with; ``""`` if it begins with something else."""
-    try:
-        text = codecs.getincrementaldecoder("utf-8-sig")().decode(head)  # the last character may be cut
-    except UnicodeDecodeError:
-        return ""
-    return text.lstrip() if all(letter.isprintable() or letter in "\t\r\n\f" for letter in text) else ""

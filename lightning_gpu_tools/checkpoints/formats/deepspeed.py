@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
-from lightning_gpu_tools.checkpoints.formats import Folder, is_plain_name
+from lightning_gpu_tools.checkpoints.formats import Folder
 from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
     Fault,
@@ -48,32 +47,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 Piece = tuple[str, int, int]  # file, offset in bytes, number of elements
 
 
-def folder_in(path: str) -> str:
-    """Return the folder with DeepSpeed's files that ``latest`` in this folder names, or this folder itself."""
-    latest = os.path.join(path, "latest")
-    if not os.path.isfile(latest):
-        return path
-    with open(latest, encoding="utf-8", errors="replace") as file:
-        tag = file.read(1000).strip()
-    folder = os.path.join(path, tag)
-    is_there = is_plain_name(tag) and os.path.isdir(folder) and any(map(FILES.fullmatch, os.listdir(folder)))
-    return folder if is_there else path
-
-
-def describe_folder(folder: Folder, names: set[str], *, to_load: bool) -> Structure:
+def describe_folder(folder: Folder) -> Structure:
     """Describe the checkpoint in a folder."""
-    by_rank: list[dict[int, str]] = [
-        {int(match[1]): name for name in names if (match := pattern.fullmatch(name))}
-        for pattern in (_MODEL_OF_RANK, _OPTIMIZER_OF_RANK)
-    ]
-    model_names, optimizer_names = ([found[rank] for rank in sorted(found)] for found in by_rank)
-    others = {name for name in names if FILES.fullmatch(name)} - {_WHOLE_MODEL, *model_names, *optimizer_names}
+    model_names, optimizer_names = (_by_rank(folder.names, pattern) for pattern in (_MODEL_OF_RANK, _OPTIMIZER_OF_RANK))
+    others = {name for name in folder.names if FILES.fullmatch(name)} - {_WHOLE_MODEL, *model_names, *optimizer_names}
     if others:
         raise Fault(
             f"is a DeepSpeed checkpoint with parallelism other than ZeRO ({printable(min(others))})",
             "Experts, pipeline stages and tensor-parallel parts can be joined only by the program that trained it.",
         )
-    is_whole = _WHOLE_MODEL in names
+    is_whole = _WHOLE_MODEL in folder.names
     if is_whole == bool(model_names):
         raise damaged("its model_states.pt are from two checkpoints" if is_whole else "it has no model_states.pt")
     models = [folder.describe(name) for name in model_names or [_WHOLE_MODEL]]
@@ -109,6 +92,11 @@ def describe_folder(folder: Folder, names: set[str], *, to_load: bool) -> Struct
 
     shards = {shard.name: shard for shard in (*models, *optimizers)}
     return assembled(folder.path, "DeepSpeed", shards, [loaded], assemble)
+
+
+def _by_rank(names: set[str], pattern: re.Pattern[str]) -> list[str]:
+    found = {int(match[1]): name for name in names if (match := pattern.fullmatch(name))}
+    return [found[rank] for rank in sorted(found)]
 
 
 def _check_ranks(shards: Shards) -> None:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from lightning_gpu_tools.checkpoints.formats import Folder
+from lightning_gpu_tools.checkpoints.formats import INDEX, Folder
 from lightning_gpu_tools.checkpoints.key_tree import list_groups, listed
 from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
@@ -36,9 +36,7 @@ DTYPE_OF_SAFETENSORS = {
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
 }  # fmt: skip
-# Names by Hugging Face's tools: model.safetensors.index.json or .index.fp16.json, and model-00001-of-00002.safetensors.
-INDEX = re.compile(r".+\.index(\.\w+)?\.json")
-PART = re.compile(r".+-\d{5}-of-(?!00001\.)\d{5}\.\w+")
+PART = re.compile(r".+-\d{5}-of-(?!00001\.)\d{5}\.\w+")  # model-00001-of-00002.safetensors
 FILES = re.compile(rf"{INDEX.pattern}|{PART.pattern}")
 _MAX_INDEX_BYTES = 128 << 20  # a million weights
 
@@ -90,9 +88,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def describe_folder(folder: Folder, names: set[str], *, to_load: bool) -> Structure:
+def describe_folder(folder: Folder) -> Structure:
     """Describe the shards that the index in a folder lists."""
-    indexes = sorted(filter(INDEX.fullmatch, names))
+    indexes = sorted(filter(INDEX.fullmatch, folder.names))
     if len(indexes) > 1:
         raise Fault("is a folder", f"It holds {len(indexes)} checkpoints. Use one of them: {listed(indexes)}")
     if not indexes:

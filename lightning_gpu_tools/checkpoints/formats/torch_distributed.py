@@ -6,7 +6,7 @@ import io
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints import formats
@@ -18,7 +18,6 @@ from lightning_gpu_tools.checkpoints.structure import (
     RESTORE,
     Fault,
     Part,
-    Place,
     Record,
     SplitTensorInfo,
     Structure,
@@ -37,10 +36,21 @@ _EXTRA = "meta.pt"
 _DAMAGE = "its .metadata does not describe a checkpoint"
 
 
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The place where ``torch.save`` wrote a part of a tensor, or another object, into a file of several."""
+
+    file: str
+    start: int
+    size_bytes: int
+    offsets: tuple[int, ...] = ()  # in the tensor
+    shape: tuple[int, ...] = ()  # of the part
+
+
 class _Slice(io.RawIOBase):
     """A part of an open file, presented as its own file."""
 
-    def __init__(self, file: BinaryIO, place: Place) -> None:
+    def __init__(self, file: BinaryIO, place: _Block) -> None:
         self._file = file
         self._place = place
         self._at = 0
@@ -57,9 +67,9 @@ class _Slice(io.RawIOBase):
         return len(data)
 
 
-def describe_folder(folder: formats.Folder, names: set[str], *, to_load: bool) -> Structure:
-    """Describe the checkpoint in a folder, with the places of all numbers only if ``to_load``."""
-    if _METADATA not in names:
+def describe_folder(folder: formats.Folder) -> Structure:
+    """Describe the checkpoint in a folder, with the places of all numbers only if it will be loaded."""
+    if _METADATA not in folder.names:
         fault = "is a checkpoint by torch.distributed.checkpoint without .metadata, which is written last"
         raise Fault(fault, "Probably the save was interrupted. Use an earlier checkpoint.")
     with any_error_is(damaged(_DAMAGE)):
@@ -69,13 +79,17 @@ def describe_folder(folder: formats.Folder, names: set[str], *, to_load: bool) -
         for key, (info, blocks) in objects.items():
             value: Any = info
             if info is None:
-                described = _described(shards, blocks[0]).content
-                value = blocks[0] if to_load else described
-            elif to_load:
+                described = _described(shards, blocks[0])
+                described.file.seek(0)
+                # An object is loaded like a file of its own.
+                value = (
+                    replace(described, file=io.BytesIO(described.file.read())) if folder.to_load else described.content
+                )
+            elif folder.to_load:
                 value = replace(info, parts=tuple(_part(shards, key, info.dtype, block) for block in blocks))
             _put(tree, paths.get(key, (key,)), value)
         content = _with_lists(tree)
-    loaded = [_EXTRA] if _EXTRA in names else []
+    loaded = [_EXTRA] if _EXTRA in folder.names else []
     shards.update((name, folder.describe(name)) for name in loaded)
 
     def assemble(contents: Mapping[str, Any]) -> Any:
@@ -84,7 +98,7 @@ def describe_folder(folder: formats.Folder, names: set[str], *, to_load: bool) -
     return assembled(folder.path, "torch.distributed.checkpoint", shards, loaded, assemble)
 
 
-_Objects = dict[str, tuple[SplitTensorInfo | None, list[Place]]]
+_Objects = dict[str, tuple[SplitTensorInfo | None, list[_Block]]]
 
 
 def _read_metadata(file: BinaryIO) -> tuple[_Objects, Mapping[str, Any]]:
@@ -101,13 +115,13 @@ def _read_metadata(file: BinaryIO) -> tuple[_Objects, Mapping[str, Any]]:
     objects: _Objects = {}
     for key, described in metadata["state_dict_metadata"].items():
         if isinstance(described, Opaque) and described.kind.endswith(".BytesStorageMetadata"):
-            objects[key] = None, [Place(*place_of[key, None])]
+            objects[key] = None, [_Block(*place_of[key, None])]
             continue
         of = _state(described, "TensorStorageMetadata")
         shape = of["size"]
         dtype = str(_state(of["properties"], "TensorProperties")[0]).removeprefix("torch.")
         chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in of["chunks"]]
-        blocks = [Place(*place_of[key, chunk["offsets"]], chunk["offsets"], chunk["sizes"]) for chunk in chunks]
+        blocks = [_Block(*place_of[key, chunk["offsets"]], chunk["offsets"], chunk["sizes"]) for chunk in chunks]
         numbers = [shape, *(part for block in blocks for part in (block.offsets, block.shape))]
         if dtype not in BYTES_OF_DTYPE or not all(len(part) == len(shape) and is_shape(part) for part in numbers):
             raise damaged(_DAMAGE)
@@ -140,7 +154,7 @@ def _state(described: Any, kind: str) -> Any:
     return described.state
 
 
-def _files_of(places: list[Place], folder: formats.Folder) -> dict[str, Structure]:
+def _files_of(places: list[_Block], folder: formats.Folder) -> dict[str, Structure]:
     """Return the files, still without content; raise if one is too short, or if two objects overlap."""
     end = dict.fromkeys(folder.check_names(place.file for place in places), 0)
     for place in sorted(places, key=lambda place: (place.file, place.start)):
@@ -159,7 +173,7 @@ def _files_of(places: list[Place], folder: formats.Folder) -> dict[str, Structur
     return files
 
 
-def _described(shards: Mapping[str, Structure], place: Place) -> Structure:
+def _described(shards: Mapping[str, Structure], place: _Block) -> Structure:
     """Describe the object at a place, and add its records to those of its file."""
     whole = shards[place.file]
     part: Any = _Slice(whole.file, place)
@@ -170,7 +184,7 @@ def _described(shards: Mapping[str, Structure], place: Place) -> Structure:
     return found
 
 
-def _part(shards: Mapping[str, Structure], key: str, dtype: str, place: Place) -> Part:
+def _part(shards: Mapping[str, Structure], key: str, dtype: str, place: _Block) -> Part:
     found = _described(shards, place)
     tensor = found.content
     is_plain = isinstance(tensor, TensorInfo) and tensor.storage is not None and not tensor.kind

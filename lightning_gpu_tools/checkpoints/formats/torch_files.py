@@ -10,8 +10,7 @@ import zipfile
 from io import BytesIO
 from typing import BinaryIO
 
-from lightning_gpu_tools.checkpoints.content import all_state_dicts
-from lightning_gpu_tools.checkpoints.formats import compressed, is_torchs, other_zip
+from lightning_gpu_tools.checkpoints.formats.other_programs import other_zip
 from lightning_gpu_tools.checkpoints.inert_pickle import InertUnpickler
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, RESTORE, Fault, Record, Structure, damaged
 from lightning_gpu_tools.units import format_bytes, printable
@@ -19,7 +18,6 @@ from lightning_gpu_tools.units import format_bytes, printable
 _ZIP_START = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30  # before the name of a record; ends with the lengths of the name and of the extra field
 _ENCRYPTED = 1 << 0
-_CODE = re.compile(r"[^/]+/code/")  # of TorchScript, which compresses it
 # torch.serialization.MAGIC_NUMBER, pickled: in protocol 2 to 5, or 0.
 _LEGACY_START = re.compile(
     rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L119547037146038801333356L\n\.", re.DOTALL
@@ -40,25 +38,12 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
 
 def _describe_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     """Describe the pickle in the archive, and check it against the records."""
-    if not zipfile.is_zipfile(file):
-        fault = f"is cut short: {format_bytes(size_bytes)}, and its index (at the end of the file) is missing"
-        raise Fault(f"{fault}. Probably a save or a copy was interrupted", RESTORE)
-    entries = zipfile.ZipFile(file).infolist()
-    names = [entry.filename for entry in entries]
-    if not is_torchs(names):
-        raise other_zip(path, names)
-    if any(entry.compress_type != zipfile.ZIP_STORED and not _CODE.match(entry.filename) for entry in entries):
-        raise compressed(path, names)
-    records = _read_records(file, size_bytes, entries)
+    records = _read_records(file, size_bytes)
     if "byteorder" in records and records["byteorder"].read() != sys.byteorder.encode():
         raise Fault("was written on a machine with another byte order", "Convert it there to safetensors.")
     record = records["data.pkl"]
     reader = InertUnpickler(BytesIO(record.read()), record.size_bytes)
     content = reader.load()
-    is_script = "constants.pkl" in records
-    if is_script and not all_state_dicts(content):
-        what = "is a TorchScript program without plain weights, as after torch.jit.freeze or quantization"
-        raise Fault(what, "Use the checkpoint that it was exported from.")
     places = {}
     for key, storage in reader.storages.items():
         numbers = records[f"data/{storage.key}"]
@@ -70,7 +55,7 @@ def _describe_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         file,
         path,
         size_bytes,
-        "TorchScript" if is_script else "zip",
+        "zip",
         content,
         reader.globals,
         {storage.location for storage in reader.storages.values()},
@@ -79,16 +64,27 @@ def _describe_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     )
 
 
-def _read_records(file: BinaryIO, size_bytes: int, entries: list[zipfile.ZipInfo]) -> dict[str, Record]:
-    """Return the records by their names in the folder of the first one, as torch does."""
-    root = entries[0].filename.partition("/")[0] + "/"
+def _read_records(file: BinaryIO, size_bytes: int) -> dict[str, Record]:
+    """Return the records of torch's zip archive by their names in the folder of the first one, as torch does.
+
+    Refuses other archives, and those that readers of zip files may understand in different ways.
+    """
+    if not zipfile.is_zipfile(file):
+        fault = f"is cut short: {format_bytes(size_bytes)}, and its index (at the end of the file) is missing"
+        raise Fault(f"{fault}. Probably a save or a copy was interrupted", RESTORE)
+    entries = zipfile.ZipFile(file).infolist()
+    names = [entry.filename for entry in entries]
+    in_folders = {name.partition("/")[2] for name in names}
+    if "data.pkl" not in in_folders or "constants.pkl" in in_folders:
+        raise other_zip(names)
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise Fault("is a checkpoint that another program has compressed", "Zip its files again without compression.")
+    root = names[0].partition("/")[0] + "/"
     records: dict[str, Record] = {}
-    names: set[str] = set()
+    if len({name.lower() for name in names}) < len(names) or any(entry.flag_bits & _ENCRYPTED for entry in entries):
+        raise damaged("a record is encrypted or duplicated")
     for entry in entries:
-        if entry.filename.lower() in names or entry.flag_bits & _ENCRYPTED:
-            raise damaged(f"its record {printable(entry.filename)} is encrypted or duplicated")
-        names.add(entry.filename.lower())
-        if entry.filename.startswith(root) and entry.compress_type == zipfile.ZIP_STORED and not entry.is_dir():
+        if entry.filename.startswith(root) and not entry.is_dir():
             name = entry.filename.removeprefix(root)
             file.seek(entry.header_offset)
             header = file.read(_LOCAL_HEADER_BYTES)
