@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import math
 import statistics
-import sys
 import threading
 import time
 from collections import deque
@@ -19,8 +18,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.advice.loader_plan import LoadCost, trial_of
@@ -218,19 +215,17 @@ def search(
     cuda: bool,
     budget_s: float,
     epoch_steps: int | None = None,
-    bar: bool = False,
     gather: Gather = lambda facts: [facts],
 ) -> LoaderResult:
     """Try a few settings, based on the cost of a batch, and return the best of them.
 
     The loader and all random numbers of this process do not change. With ``gather``, whose errors propagate, all ranks
-    search at the same time and get the same result. ``bar`` shows a progress bar.
+    search at the same time and get the same result.
     """
     began_s = time.perf_counter()
     original = settings = settings_of(loader)
     tried: list[LoaderTrial] = []
-    with undisturbed(), _progress(budget_s, shown=bar) as show:
-        show("a batch")
+    with undisturbed():
         trials, own = _probed(loader, step, budget_s)
         everyones = gather({**own, "host": dataclasses.asdict(host)})
         failed = next((facts["failed"] for facts in everyones if facts["failed"]), None)
@@ -263,7 +258,6 @@ def search(
                 measured_s = (ramp_up(following) + _FIRST_BATCHES) * max(step.step_s, case.cost.wall_s / workers)
                 start_s = slowest["start_s"] * max(1.0, workers / case.host.cores)
                 if start_s + case.cost.wall_s + measured_s <= left_s:
-                    show(f"{workers} workers, {following.prefetch_factor} batches each")
                     trial = trials.run(following, min(trial.batch_s or math.inf for trial in tried))
                 everyones = gather({"trial": dataclasses.asdict(trial), "left_s": trials.left_s})
                 worst = max(
@@ -293,25 +287,6 @@ def _probed(loader: DataLoader[Any], step: Step, budget_s: float) -> tuple[Trial
     except Exception as error:  # noqa: BLE001 - any error of a sampler or dataset is a reason not to change the loader
         return None, {"failed": f"{failure} ({in_one_line(error)})"}
     return trials, {"failed": None, "cost": dataclasses.asdict(cost), "start_s": start_s, "left_s": trials.left_s}
-
-
-@contextmanager
-def _progress(budget_s: float, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """Show the current trial on a terminal, without a thread, because processes are forked."""
-    bar = Progress(
-        TextColumn("Trying DataLoader settings: {task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn(f"of at most {budget_s:g} s"),
-        console=Console(stderr=True),
-        auto_refresh=False,
-        transient=True,
-        disable=not (shown and sys.stderr.isatty()),
-    )
-    began_s = time.perf_counter()
-    with bar:
-        task = bar.add_task("", total=budget_s)
-        yield lambda words: bar.update(task, description=words, completed=time.perf_counter() - began_s, refresh=True)
 
 
 def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_s: float = 30.0) -> LoaderResult:
@@ -361,5 +336,4 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
         cuda=count_devices() > 0,
         budget_s=budget_s,
         epoch_steps=epoch_steps,
-        bar=True,
     )

@@ -27,7 +27,6 @@ class Run(Training, Protocol):
     has_trainer: bool  # whether a Trainer drives it, so that advice can name its options
     validation_loaders: tuple[LoaderSettings, ...] = ()  # of validations within a fit, if they are torch's
     validation_facts: tuple[LoaderFacts, ...] = ()  # of those without workers, before their first batch
-    forks_for_validation: bool = True  # whether their workers are forked, and so have started once the iterator exists
     slowest: int = 0  # place of the loader that training waits for most, among the loaders
     stage: Stage = "fit"
     place: RankPlace  # of this rank in the job

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.held import Inside, loaders_in
-from lightning_gpu_tools.loaders.settings import forks_workers, settings_of
+from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.trainer import compat
@@ -139,7 +139,6 @@ def _note_validation(run: TrainerRun | LoopRun, loaders: Iterable[object]) -> No
     """Record the settings of a validation's loaders, and once the facts: later, their datasets may have files open."""
     known = [loader for loader in loaders if isinstance(loader, DataLoader)]
     run.validation_loaders = tuple(map(settings_of, known))
-    run.forks_for_validation = all(map(forks_workers, known))
     if not run.validation_facts:
         ranks = run.place.world_size
         with contextlib.suppress(Exception):  # of an odd dataset: nothing is known against workers then

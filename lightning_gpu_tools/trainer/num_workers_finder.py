@@ -238,7 +238,6 @@ class NumWorkersFinder(GuardedCallback):
             budget_s=self.budget_s,
             # Workers cannot outlive an epoch whose loader is recreated.
             epoch_steps=None if trainer.reload_dataloaders_every_n_epochs else run.epoch_steps,
-            bar=trainer.is_global_zero and trainer.progress_bar_callback is not None,
             gather=self._gather,
         )
         self._use(loading, found)

@@ -124,11 +124,9 @@ class LoaderWaits:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.created_s = 0.0  # until the iterator is created, for which forked workers have started
-        self.first_s = 0.0  # from then on, until the first batch
-        self.others_s = 0.0  # for all other batches
+        self.fetched_s = 0.0  # for batches
         self.batches = 0
         self._clock = clock
-        self._is_first = True
         self._since_s = 0.0
 
     def begin(self) -> None:
@@ -138,17 +136,11 @@ class LoaderWaits:
     def created(self) -> None:
         """End the creation of the iterator."""
         self.created_s += self._clock() - self._since_s
-        self._is_first = True
 
     def fetched(self) -> None:
         """End the wait for a batch."""
-        waited_s = self._clock() - self._since_s
+        self.fetched_s += self._clock() - self._since_s
         self.batches += 1
-        if self._is_first:
-            self._is_first = False
-            self.first_s += waited_s
-        else:
-            self.others_s += waited_s
 
 
 class PhaseTimeline:
