@@ -104,16 +104,11 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def attributes(thing: object) -> dict[str, Any]:
-    """Return the attributes in an object's dictionary and slots, without running code of its class."""
-    found = {}
-    with suppress(AttributeError):
-        found = dict(object.__getattribute__(thing, "__dict__"))  # without a class's own way
-    for kind in type(thing).__mro__:
-        for name, slot in vars(kind).items():
-            if isinstance(slot, types.MemberDescriptorType) and not is_of_library(kind):
-                with suppress(AttributeError):  # not set
-                    found[name] = slot.__get__(thing)
-    return found
+    """Return the attributes in an object's dictionary, without running code of its class."""
+    try:
+        return dict(object.__getattribute__(thing, "__dict__"))  # without a class's own way
+    except AttributeError:
+        return {}
 
 
 def _loaded(name: str) -> type | None:

@@ -52,19 +52,13 @@ class GPUUtilizationMonitor(GuardedCallback):
     """A callback that samples the GPUs in the background, logs metrics, and reports at the end where the time went.
 
     Every logger gets the GPUs of rank 0's node at the Trainer's ``log_every_n_steps``, and those of other nodes about
-    once a minute in jobs of at most 64 ranks. Values that the hardware does not report are absent, never 0. Validation
-    is only in the report.
+    once a minute in jobs of at most 64 ranks, as ``gpu/<i>/...`` and ``node<n>/gpu/<i>/...``: docs/measurements.md has
+    the names. ``i`` is the torch device index; with ``devices="all"``, that of ``nvidia-smi``.
 
-    Metrics of GPU ``i`` (torch device index; with ``devices="all"``, that of ``nvidia-smi``) are ``gpu/<i>/...``, on
-    node ``n`` > 0 ``node<n>/gpu/<i>/...``, over the time since the last point. Their names end with their units;
-    docs/measurements.md says what each one means.
-
-    At the end of a fit, even of a failed one, rank 0 prints the report, and writes it as ``gpu_report.json`` to the log
+    At the end of a fit, even of a failed one, and at least once a minute, rank 0 writes ``gpu_report.json`` to the log
     directory of the Trainer's logger, or without a logger to the folder ``gpu_report`` of ``default_root_dir``, which
-    may be a URL. It is also written at least once a minute. Loggers get a summary as ``gpu_tools/...``. With the
-    ``plot`` extra, a child process then draws ``gpu_report.png`` and ``gpu_report.html``. ``validate``, ``test`` and
-    ``predict`` have such reports in folders of these names below that one. A failure of the monitor never stops
-    training.
+    may be a URL; with the ``plot`` extra, also ``gpu_report.png`` and ``gpu_report.html``. ``validate``, ``test`` and
+    ``predict`` have such reports in folders of these names below that one.
 
     Args:
         interval_s: Seconds between two polls of the driver's buffer, which holds several seconds.
