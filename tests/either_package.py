@@ -82,6 +82,7 @@ def train() -> dict[str, Any]:
         and isinstance(trainer.strategy, pl.strategies.DDPStrategy)
         and isinstance(monitor, pl.Callback),
         "mine": trainer.strategy.mine,
+        "unused": trainer.strategy._ddp_kwargs["find_unused_parameters"],
         "by name": isinstance(named, FreeMemoryDDPStrategy),
     }
 
@@ -99,7 +100,7 @@ trainer:
       init_args: {interval_s: 0.5}
   strategy:
     class_path: lightning_gpu_tools.strategies.FreeMemoryDDPStrategy
-    init_args: {wait: 10, find_unused_parameters: true}
+    init_args: {wait: 10}
 """
 
 
@@ -112,7 +113,6 @@ def command_line() -> dict[str, Any]:
     return {
         "interval_s": own.interval_s,
         "inner": type(trainer.strategy.checkpoint_io.inner).__module__,
-        "unused": trainer.strategy._ddp_kwargs["find_unused_parameters"],
     }
 
 

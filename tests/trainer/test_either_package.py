@@ -56,8 +56,8 @@ def test_a_program_that_imports_this_package_first(
     for name, said in zip(["FreeMemoryCUDAAccelerator", "GPUUtilizationMonitor"], found.pop("refusals"), strict=True):
         assert f"before you create a {name}." in said
     assert found == {
-        "training": {"steps": 4, "reported": 4, "of both": True, "mine": 7, "by name": True},
-        "cli": {"interval_s": 0.5, "inner": "lightning_fabric.plugins.io.torch_io", "unused": True},
+        "training": {"steps": 4, "reported": 4, "of both": True, "mine": 7, "unused": False, "by name": True},
+        "cli": {"interval_s": 0.5, "inner": "lightning_fabric.plugins.io.torch_io"},
         "imported": ["lightning_fabric", "pytorch_lightning"],
     }
 
