@@ -161,7 +161,7 @@ def facts_of(place: RankPlace, chance: random.Random) -> dict[str, Any]:
     }
     if place.local_rank == 0:
         gpus = range(place.local_ranks)
-        names = [metric.logged for metric in METRICS if metric.logged]
+        names = [metric.logged for metric in METRICS if metric.meaning]
         numbers = {name: chance.random() * 100 for name in GpuSummary.__dataclass_fields__ if name.endswith("percent")}
         facts["troubles"] = []
         facts["gpus"] = [

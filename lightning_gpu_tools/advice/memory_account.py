@@ -107,7 +107,7 @@ def _account(ranks: Sequence[RankMemory], sample: GpuSample, own_pids: Collectio
     node, index, uuid = ranks[0].gpu
     parts = sum((Counter(_torch_parts(rank)) for rank in ranks), Counter())
     reserved_bytes = parts.total()
-    used_bytes, total_bytes = sample.memory_used_bytes, sample.memory_total_bytes
+    used_bytes, total_bytes = sample.size("memory_used_bytes"), sample.size("memory_total_bytes")
     others: list[OtherProcess] = []
     processes, own_bytes = sample.processes or (), 0
     own_pids = _the_only_large_one(sample, len(ranks), reserved_bytes) if own_pids is None else own_pids
@@ -128,7 +128,7 @@ def _account(ranks: Sequence[RankMemory], sample: GpuSample, own_pids: Collectio
         beyond_torch = {
             "context": max(0, own_bytes - reserved_bytes),
             OTHER_PROCESSES: sum(process.used_bytes or 0 for process in others),
-            "driver": sample.driver_memory_bytes or 0,
+            "driver": sample.size("driver_memory_bytes") or 0,
             "unexplained": used_bytes,
         }
         parts.update(_cut(beyond_torch, used_bytes - reserved_bytes))
@@ -205,6 +205,6 @@ def _the_only_large_one(sample: GpuSample, ranks: int, reserved_bytes: int) -> f
     """
     sizes = {process.pid: process.memory_used_bytes or 0 for process in sample.processes or ()}
     large = [pid for pid, size in sizes.items() if size >= reserved_bytes > 0]
-    listed_bytes = sum(sizes.values()) + (sample.driver_memory_bytes or 0)
-    is_unique = ranks == len(large) == 1 and listed_bytes >= _ALL_LISTED * (sample.memory_used_bytes or 0)
+    listed_bytes = sum(sizes.values()) + (sample.size("driver_memory_bytes") or 0)
+    is_unique = ranks == len(large) == 1 and listed_bytes >= _ALL_LISTED * (sample.size("memory_used_bytes") or 0)
     return frozenset(large) if is_unique else None

@@ -1,7 +1,7 @@
 """The table of GPU metrics: from a driver sample to a window, a logger, and the report. Pure data and functions.
 
-A new metric needs a field in :class:`GpuSample` and in :class:`GpuWindow`, where it is described if it is logged, and
-for the report a field with the same name in :class:`GpuSummary`. Names include units; ``None`` = not reported.
+A new metric is a value that ``nvml/probe.py`` reads, and a field of :class:`GpuWindow` that says what becomes of it.
+For the report, it is also a field of :class:`GpuSummary`. Names include units; ``None`` = not reported.
 """
 
 from __future__ import annotations
@@ -20,34 +20,19 @@ from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, not
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuSample:
-    """A sample of one GPU since the previous sample; ``None`` or empty = not reported."""
+    """A sample of one GPU since the previous sample; what is not reported is missing or empty."""
 
     uuid: str  # of the GPU or MIG instance
     time_s: float  # time.time()
     utilization: tuple[UtilizationSample, ...] = ()  # the driver's samples, oldest first
-    memory_used_bytes: int | None = None  # by all processes
-    memory_total_bytes: int | None = None
-    driver_memory_bytes: int | None = None  # reserved by the driver; counts as used
-    power_watts: float | None = None
-    temperature_celsius: float | None = None
-    # Counters:
-    energy_joules: float | None = None
-    throttled_s: float | None = None  # time with clocks throttled by power or heat: the sum of the next two
-    power_capped_s: float | None = None  # normal at full load
-    thermal_throttled_s: float | None = None
-    pcie_tx_bytes: int | None = None
-    pcie_rx_bytes: int | None = None
-    held_clock_percent: float | None = None  # current SM clock in percent of the highest, if power or heat throttled it
-    power_limit_watts: float | None = None
-    power_limit_watts_max: float | None = None  # highest limit that an administrator can set
-    # Means since the previous sample (Hopper and later):
-    sm_active_percent: float | None = None
-    sm_occupancy_percent: float | None = None
-    tensor_active_percent: float | None = None
-    dram_active_percent: float | None = None
+    values: Mapping[str, int | float] = dataclasses.field(default_factory=dict)  # by the names in GpuProbe.read
     processes: tuple[GpuProcess, ...] | None = None  # compute processes, without user and name
     errors: tuple[str, ...] = ()  # Xid events of the GPU
     problems: tuple[str, ...] = ()  # failed reads; each is reported once until it works again
+
+    def size(self, name: str) -> int | None:
+        """Return a value in bytes; ``None`` if it is not reported."""
+        return int(self.values[name]) if name in self.values else None
 
 
 # Reduction of the samples in a window to one value; the last three are for counters.
@@ -58,10 +43,10 @@ class Metric(NamedTuple):
     """A metric of a GPU. Its names end with its unit."""
 
     field: str  # field of GpuWindow, and of GpuSummary if it is reported
-    source: str  # field of GpuSample that it is derived from
+    source: str  # name of the value in a GpuSample that it is derived from
     reduction: Reduction
-    logged: str | None  # logged name after gpu/<i>/
-    meaning: str  # of the logged value, for the documentation
+    logged: str  # logged name after gpu/<i>/
+    meaning: str  # of the logged value, for the documentation; empty if it is not logged
 
 
 def _by(reduction: Reduction, source: str = "", *, logged: str = "", name: str = "") -> Any:
@@ -109,29 +94,27 @@ class GpuWindow:
     tensor_active_percent: float | None = _by("mean", logged="activity of the tensor cores (Hopper and later)")
     dram_active_percent: float | None = _by("mean", logged="memory bandwidth in use (Hopper and later)")
     processes: tuple[GpuProcess, ...] | None = None  # at the last sample, each with its mean utilization
-    own_memory_bytes: int | None = None  # of the processes of this job
     others_memory_bytes: int | None = None
-    own_utilization_percent: float | None = None
+    own_utilization_percent: float | None = None  # by the processes of this job
     others_utilization_percent: float | None = None
     errors: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
 
 METRICS = tuple(
-    Metric(field.name, source or field.name, reduction, (name or field.name) if logged else None, logged)
+    Metric(field.name, source or field.name, reduction, name or field.name, logged)
     for field in dataclasses.fields(GpuWindow)
     if field.metadata
     for source, reduction, logged, name in [field.metadata["metric"]]
 )
 _SHARES = {
-    "own_memory_bytes": "used by this job",
     "others_memory_bytes": "used by other jobs",
     "own_utilization_percent": "share of time in which kernels of this job ran",
     "others_utilization_percent": "share of time in which kernels of other jobs ran",
 }
 # What gpu_metrics() returns: name after gpu/<i>/ -> meaning
 LOGGED = {
-    **{metric.logged: metric.meaning for metric in METRICS if metric.logged},
+    **{metric.logged: metric.meaning for metric in METRICS if metric.meaning},
     **_SHARES,
     "energy_joules": "used since training started, by the driver's counter",
 }
@@ -225,16 +208,13 @@ class GpuSummary:
         utilization_percent_mean: Time-weighted mean utilization outside validation.
         utilization_percent_p5: 5th percentile of the utilization outside validation.
         utilization_percent_p95: 95th percentile of the utilization outside validation.
-        validation_utilization_percent_mean: Time-weighted mean utilization during validation.
         memory_used_bytes_max: Peak memory use, including other users.
         memory_total_bytes: Size of the memory.
         power_watts_mean: Mean power draw.
         energy_joules: Energy used during the run.
         temperature_celsius_max: Highest temperature.
         throttled_percent: Share of time in which power or heat throttled the clocks.
-        own_memory_bytes: Memory of this job's processes at the last sample.
         others_memory_bytes_max: Peak memory of all other listed processes.
-        own_utilization_percent: Utilization of the GPU by this job's processes.
         others_utilization_percent: Utilization of the GPU by other jobs.
         rank_wait_percent: Share of time in which the driver reported the GPU as busy, but it waited in a collective for
             slower ranks; ``None`` if unknown.
@@ -252,16 +232,13 @@ class GpuSummary:
     utilization_percent_mean: float | None = None
     utilization_percent_p5: float | None = None
     utilization_percent_p95: float | None = None
-    validation_utilization_percent_mean: float | None = None
     memory_used_bytes_max: int | None = None
     memory_total_bytes: int | None = None
     power_watts_mean: float | None = None
     energy_joules: float | None = None
     temperature_celsius_max: float | None = None
     throttled_percent: float | None = None
-    own_memory_bytes: int | None = None
     others_memory_bytes_max: int | None = None
-    own_utilization_percent: float | None = None
     others_utilization_percent: float | None = None
     rank_wait_percent: float | None = None
     sm_active_percent: float | None = None
@@ -273,7 +250,7 @@ class GpuSummary:
 def gpu_metrics(index: int, window: GpuWindow, energy_joules: float | None, node: int = 0) -> dict[str, float]:
     """Return the metrics to log for one GPU, by name. The energy covers the time since training started."""
     prefix = f"node{node}/gpu/{index}/" if node else f"gpu/{index}/"
-    values = {metric.logged: getattr(window, metric.field) for metric in METRICS if metric.logged}
+    values = {metric.logged: getattr(window, metric.field) for metric in METRICS if metric.meaning}
     values |= {name: getattr(window, name) for name in _SHARES}
     values["energy_joules"] = energy_joules
     return {f"{prefix}{name}": float(value) for name, value in values.items() if value is not None}
@@ -288,23 +265,18 @@ def with_shares(window: GpuWindow, own_pids: Collection[int] | None) -> GpuWindo
         return window
     own = [process for process in window.processes if process.pid in own_pids]
     others = [process for process in window.processes if process.pid not in own_pids]
+    sizes = [process.memory_used_bytes for process in others]
     return dataclasses.replace(
         window,
-        own_memory_bytes=_total([process.memory_used_bytes for process in own]),
-        others_memory_bytes=_total([process.memory_used_bytes for process in others]),
-        own_utilization_percent=_percent([process.utilization_percent for process in own]),
-        others_utilization_percent=_percent([process.utilization_percent for process in others]),
+        others_memory_bytes=None if None in sizes else sum(not_none(sizes)),
+        own_utilization_percent=_utilization_of(own),
+        others_utilization_percent=_utilization_of(others),
     )
 
 
-def _total(sizes: Sequence[int | None]) -> int | None:
-    known = not_none(sizes)
-    return sum(known) if len(known) == len(sizes) else None
-
-
-def _percent(percents: Sequence[float | None]) -> float | None:
-    known = not_none(percents)
-    return min(sum(known), 100.0) if len(known) == len(percents) else None
+def _utilization_of(processes: Sequence[GpuProcess]) -> float | None:
+    percents = [process.utilization_percent for process in processes]
+    return None if None in percents else min(sum(not_none(percents)), 100.0)
 
 
 def mean_window(windows: Sequence[GpuWindow]) -> GpuWindow:

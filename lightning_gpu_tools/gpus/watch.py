@@ -110,11 +110,6 @@ class GpuWatch:
         return sum([*self._cpu_s.values()])
 
     @property
-    def refused(self) -> list[str]:
-        """Descriptions of counters that the driver refuses."""
-        return [counter for probe in [*self._probes.values()] for counter in probe.refused]
-
-    @property
     def own_pids(self) -> frozenset[int] | None:
         """The driver's PIDs of this job's processes on the node; ``None`` if unknown, as in a container."""
         return self._job_pids()
@@ -140,8 +135,8 @@ class GpuWatch:
     def lost_clock_percent(self) -> float | None:
         """Return the largest loss of clock rate to heat and power, in percent of the highest; ``None`` if unknown."""
         samples = [sample for uuid, sample in self._latest_samples().items() if uuid in self._trained_on]
-        lost = (100.0 - (sample.held_clock_percent or 100.0) for sample in samples if sample.throttled_s is not None)
-        return max(lost, default=None)
+        held = [sample.values.get("held_clock_percent", 100.0) for sample in samples if "throttled_s" in sample.values]
+        return 100.0 - min(held) if held else None
 
     def note_memory(self) -> None:
         """Record the memory use of the last samples, because torch's counters were read at this moment."""
@@ -203,7 +198,6 @@ class GpuWatch:
             uuid=window.uuid,
             name=gpu.name,
             node=self._node,
-            validation_utilization_percent_mean=validation.utilization_percent_mean,
             power_watts_mean=fmean(power) if power else None,
             others_memory_bytes_max=self._peak_of_others(window),
             timelines={
@@ -304,7 +298,6 @@ class GpuWatch:
         for entry, seconds in zip(sample.utilization, weights_s(sample.utilization), strict=True):
             timelines["utilization_percent"].add(entry.time_s, entry.percent, seconds)
         for name in _TIMELINES[1:]:
-            value = getattr(sample, name)
-            if value is not None:
-                timelines[name].add(sample.time_s, value)
+            if name in sample.values:
+                timelines[name].add(sample.time_s, sample.values[name])
         self._latest[sample.uuid] = sample

@@ -100,7 +100,7 @@ class WindowBuilder:
         if share <= 0:
             return
         for metric in _OF_STATE:
-            value = getattr(sample, metric.source)
+            value = sample.values.get(metric.source)
             if value is not None and metric.reduction == "max":
                 self._maxima[metric.source] = max(value, self._maxima.get(metric.source, value))
             elif value is not None:
@@ -112,7 +112,7 @@ class WindowBuilder:
 
     def _add_counters(self, sample: GpuSample, share: float) -> None:
         for name in _COUNTERS:
-            value = getattr(sample, name)
+            value = sample.values.get(name)
             if value is None:
                 continue
             before = self._counters.get(name)
@@ -154,7 +154,7 @@ class WindowBuilder:
             utilization = self._utilization
             return utilization.mean() if reduction == "mean" else utilization.percentile(int(reduction[1:]) / 100)
         if reduction == "last":
-            return getattr(last, source)  # type: ignore[no-any-return]
+            return last.values.get(source)
         if reduction == "max":
             return self._maxima.get(source)
         total, seconds = self._sums.get(source, (None, 0.0))

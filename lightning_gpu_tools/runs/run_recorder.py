@@ -121,10 +121,8 @@ class RunRecorder:
         found = [*self._timer.unseen, *(f"{what} ({why})" for what, why in sorted(self.reader.unread.items()))]
         if loader is not None and loader.num_workers:
             found += sorted(self.loaders.workers.unseen or ())
-        if self.gpus.watch is not None:
-            found += self.gpus.watch.refused
-            if self.ranks.exchange.ranks < self.run.place.world_size:
-                found.append("torch.distributed's store")
+        if self.gpus.watch is not None and self.ranks.exchange.ranks < self.run.place.world_size:
+            found.append("torch.distributed's store")
         found += clock.unseen
         if self._timer.rank_waits.unseen:
             found.append("waiting for other ranks within backward")

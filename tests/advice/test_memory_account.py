@@ -50,9 +50,11 @@ OTHER = GpuProcess(pid=2, memory_used_bytes=10 * GIB, user="ada", name="python")
 DRIVER = GpuSample(
     uuid="GPU-0",
     time_s=0.0,
-    memory_total_bytes=80 * GIB,
-    memory_used_bytes=int(35.5 * GIB),
-    driver_memory_bytes=GIB // 2,
+    values={
+        "memory_total_bytes": 80 * GIB,
+        "memory_used_bytes": int(35.5 * GIB),
+        "driver_memory_bytes": GIB // 2,
+    },
     processes=(OWN, OTHER),
 )
 
@@ -90,7 +92,7 @@ def test_every_part_of_the_memory_is_named() -> None:
         # WSL: no memory of processes.
         ({"processes": (OWN._replace(memory_used_bytes=None),)}, {"driver": 0.5, "unexplained": 11}),
         # Sampled before torch took what it has now; nothing said (an integrated GPU).
-        ({"memory_used_bytes": 8 * GIB}, {}),
+        ({"values": {"memory_used_bytes": 8 * GIB}}, {}),
     ],
 )
 def test_memory_without_a_known_owner_stays_unexplained(driver: dict[str, Any], beyond_torch: dict[str, float]) -> None:
@@ -143,9 +145,9 @@ drivers = st.builds(
     GpuSample,
     uuid=st.just("GPU-0"),
     time_s=st.just(0.0),
-    memory_total_bytes=st.none() | sizes,
-    memory_used_bytes=st.none() | st.integers(0, 2**43),
-    driver_memory_bytes=st.none() | sizes,
+    values=st.dictionaries(
+        st.sampled_from(["memory_total_bytes", "memory_used_bytes", "driver_memory_bytes"]), st.integers(0, 2**43)
+    ),
     processes=st.none() | st.lists(processes, max_size=4).map(tuple),
 )
 pids = st.none() | st.sets(st.integers(1, 5), max_size=3)

@@ -58,7 +58,6 @@ def test_every_gpu_is_logged_and_reported_and_the_broken_one_named(
     assert set(metrics["gpu/1/utilization_percent/mean"].values()) == {7.0}
     assert set(metrics["gpu/0/memory_used_bytes"].values()) == {50 * 2**30}
     assert set(metrics["gpu/0/memory_total_bytes"].values()) == {80 * 2**30}
-    assert metrics["gpu/0/own_memory_bytes"][19] == 3 * 2**30
     assert metrics["gpu/0/others_memory_bytes"][19] == 5 * 2**30
     assert set(metrics["gpu/0/power_watts"].values()) == {310.0}
     assert metrics["gpu/0/temperature_celsius"][19] > 0
@@ -221,7 +220,7 @@ def test_the_training_thread_never_calls_the_driver(driver: Driver, tmp_path: Pa
     with driver.change():
         driver.start_s = time.time()
     xids = [(second / 10, 31) for second in range(1, 3000)]
-    driver.gpus = [gpu(xid_events=xids, field_values={"198": "NO_PERMISSION"})]
+    driver.gpus = [gpu(xid_events=xids)]
     monitor = GPUUtilizationMonitor(interval_s=0.02, devices="all")
     with pytest.warns(UserWarning, match=r"GPU 0 reports an error: Xid 31 \(see NVIDIA's"):
         folder = train(tmp_path, monitor, model=Model(time.sleep, step_s=0.02), log_every_n_steps=10)
@@ -231,8 +230,6 @@ def test_the_training_thread_never_calls_the_driver(driver: Driver, tmp_path: Pa
     assert functions.count("nvmlInitWithFlags") == functions.count("nvmlShutdown") > 0
     report = load_report(folder)
     assert report.gpus[0].errors
-    refused = f"PCIe traffic received of {driver.gpus[0].uuid} (insufficient permissions)"
-    assert report.unseen.count(refused) == 1
     assert report.monitor_us_per_step is not None
     assert 0 < report.monitor_us_per_step < report.wall_s / report.steps * 1e6
     assert sum(span.end_s - span.begin_s for span in report.spans) == pytest.approx(report.wall_s)

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -168,11 +167,6 @@ _COMPUTE_MODES: dict[int, ComputeMode] = {
 # https://github.com/polarsignals/gpu-metrics-agent/pull/37
 _STALE_AFTER_S = 30.0
 
-# GPUs without memory of their own: "NVIDIA GB10", "NVIDIA Thor", "Orin (nvgpu)". See
-# https://github.com/XuehaiPan/nvitop/pull/208, https://github.com/AlexsJones/llmfit/pull/792
-_INTEGRATED_NAME = re.compile(r"\b(GB10|Thor)\b|\(nvgpu\)")
-
-
 _facts: dict[int, dict[str, Any]] = {}  # by NVML's index: facts from the last read, even if it hangs
 
 
@@ -205,12 +199,11 @@ def _read_gpu(nvml_index: int, facts: dict[str, Any], with_loads: bool) -> GpuRe
         facts |= _identity(handle)
         pci = pynvml.nvmlDeviceGetPciInfo(handle)
         facts["pci_bus_id"] = f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0"
-        integrated = _INTEGRATED_NAME.search(facts["name"] or "") is not None
         capability = call_or_none(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
         facts["compute_capability"] = capability and tuple(capability)
         mig_mode = ask(pynvml.nvmlDeviceGetMigMode, handle)
         facts |= {
-            **_usage(handle, integrated=integrated),
+            **_usage(handle),
             "utilization_percent": _utilization_percent(handle),
             "compute_mode": _COMPUTE_MODES.get(ask(pynvml.nvmlDeviceGetComputeMode, handle)),
             "mig_mode": None if mig_mode is None else mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
@@ -241,7 +234,7 @@ def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, .
             except (*REFUSED, pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
                 continue  # an empty slot, which may be between others, or a slot of another container
             facts |= _identity(handle)
-            facts |= _usage(handle, integrated=False)
+            facts |= _usage(handle)
         except pynvml.NVMLError as error:
             facts["error"] = why_unreadable(error)
         instances.append(GpuReading(**facts))
@@ -255,17 +248,14 @@ def _identity(handle: Any) -> dict[str, Any]:
     return {"uuid": uuid, "name": None if name is None else printable(name)}
 
 
-def _usage(handle: Any, *, integrated: bool) -> dict[str, Any]:
-    total_bytes = free_bytes = None
-    if integrated:  # NVML does not count memory that the page cache would free
-        import psutil
-
-        host = psutil.virtual_memory()
-        total_bytes, free_bytes = host.total, host.available
+def _usage(handle: Any) -> dict[str, Any]:
     # The newer call returns the same, but fails on WSL: https://github.com/XuehaiPan/nvitop/pull/30
-    elif memory := ask(pynvml.nvmlDeviceGetMemoryInfo, handle):
-        total_bytes, free_bytes = memory.total, memory.free
-    return {"memory_total_bytes": total_bytes, "memory_free_bytes": free_bytes, "processes": _processes(handle)}
+    memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    return {
+        "memory_total_bytes": memory and memory.total,
+        "memory_free_bytes": memory and memory.free,
+        "processes": _processes(handle),
+    }
 
 
 def _utilization_percent(handle: Any) -> float | None:

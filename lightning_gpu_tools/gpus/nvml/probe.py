@@ -21,7 +21,7 @@ from lightning_gpu_tools.gpus.nvml import (
     utilization_samples,
     why_unreadable,
 )
-from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, GpuProcess, UtilizationSample
+from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, GpuProcess, UtilizationSample, not_none
 
 _MAX_PER_READ = 16  # further events wait for the next read
 
@@ -85,41 +85,31 @@ class PerformanceMonitors:
             pynvml.nvmlGpmSampleGet(handle, sample)
 
 
-# A sample does not have these two as they are, so read() takes them out.
-_PCIE_TX, _PCIE_RX = "pcie_tx_bytes", "pcie_rx_bytes"
-# By number because older versions of nvidia-ml-py lack the names. The finer throttle counters
-# (NVML_FI_DEV_CLOCKS_EVENT_REASON_*_SLOWDOWN) have different numbers in R580 and in nvidia-ml-py 13.615.
-# Field of GpuSample -> field value of NVML, name for messages if the driver refuses it, and scale to the field's unit.
+# Value in a sample -> field value of NVML, and scale to the value's unit. By number because older versions of
+# nvidia-ml-py lack the names. The finer throttle counters (NVML_FI_DEV_CLOCKS_EVENT_REASON_*_SLOWDOWN) have different
+# numbers in R580 and in nvidia-ml-py 13.615.
 _COUNTERS = {
-    "power_capped_s": (74, "throttling by power", 1e-9),  # from nanoseconds
-    "thermal_throttled_s": (75, "throttling by heat", 1e-9),
-    "energy_joules": (83, "energy", 1e-3),  # from millijoules
-    _PCIE_TX: (197, "PCIe traffic sent", 1.0),
-    _PCIE_RX: (198, "PCIe traffic received", 1.0),
+    "power_capped_s": (74, 1e-9),  # from nanoseconds; normal at full load
+    "thermal_throttled_s": (75, 1e-9),
+    "energy_joules": (83, 1e-3),  # from millijoules
+    "pcie_tx_bytes": (197, 1),
+    "pcie_rx_bytes": (198, 1),
 }
 
 # Members of nvmlValue_t in the order of nvmlValueType_t
 _VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
+_PCIE = ("pcie_tx_bytes", "pcie_rx_bytes")
 # Some PCIe counters wrap at this value, up to seven times a second (L40S), so their differences are meaningless:
 # https://github.com/NVIDIA/dcgm-exporter/issues/721. A counter that has exceeded this value does not wrap.
 _32_BITS = 2**32
-
-# Names for messages if the driver refuses them.
-_NAMED = {
-    "GPM": "the GPU performance monitors (GPM)",
-    "error events": "Xid events",
-    "counters": "the counters of energy, throttling and PCIe traffic",
-    **{metric: name for metric, (_, name, _) in _COUNTERS.items()},
-}
 
 
 class GpuProbe:
     """A repeated reader of one GPU or MIG instance, for one thread, with about a dozen NVML calls per read.
 
     The constructor raises ``NvmlUnavailableError`` without a usable NVIDIA driver; a read never raises. Metrics that
-    this hardware, driver, or user never gets are tried once. ``refused`` lists those that the driver refuses, and
-    ``GpuSample.problems`` reports each other failure once.
+    this hardware, driver, or user never gets are tried once. ``GpuSample.problems`` reports each other failure once.
 
     For a MIG instance, only memory, processes, and GPM (also for utilization) are read: the rest covers the whole GPU.
     """
@@ -131,15 +121,13 @@ class GpuProbe:
         self._absent: set[str] = {"power", "temperature", "counters"} if self._is_mig else set()
         self._failing: set[str] = set()  # failures already reported
         self._problems: list[str] = []
-        self.refused: list[str] = []  # counters that the driver refuses, with the reason
         self._last_sample_us: int | None = None
         self._last_sample_s = 0.0
         self._event_set: Any = None  # for Xid events
         self._monitors = PerformanceMonitors(is_mig=self._is_mig)
         self._pcie_is_wide = False
         self._pcie_by_gpm: bool | None = None  # None: not decided yet
-        self._power_limits: list[float | None] = [None, None]
-        self._driver_memory_bytes: int | None = None
+        self._fixed: dict[str, float] = {}  # values that do not change
         self._last_process_us = 0
         self._held_s: float | None = None
         self._pid = os.getpid()
@@ -168,33 +156,35 @@ class GpuProbe:
             self._find()
         metrics: dict[int, float] = self._ask("GPM", self._monitors.read, now_s) or {}
         counters = self._read_counters()
-        pcie_tx_bytes, pcie_rx_bytes = self._pcie(metrics, counters.pop(_PCIE_TX, None), counters.pop(_PCIE_RX, None))
+        self._replace_pcie(counters, metrics)
         memory = self._ask("memory", pynvml.nvmlDeviceGetMemoryInfo)
         milliwatts = self._ask("power", pynvml.nvmlDeviceGetPowerUsage)
         throttled_s = [counters[name] for name in ("power_capped_s", "thermal_throttled_s") if name in counters]
+        values = {
+            "memory_used_bytes": memory and memory.used,  # by all processes
+            "memory_total_bytes": memory and memory.total,
+            "power_watts": None if milliwatts is None else 1e-3 * milliwatts,
+            "temperature_celsius": self._ask(
+                "temperature", pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU
+            ),
+            "throttled_s": sum(throttled_s) if throttled_s else None,  # time with clocks throttled by power or heat
+            "held_clock_percent": self._held_clock(sum(throttled_s)),
+            # Means since the previous sample (Hopper and later):
+            "sm_active_percent": metrics.get(_SM),
+            "sm_occupancy_percent": metrics.get(_OCCUPANCY),
+            "tensor_active_percent": metrics.get(_TENSOR),
+            "dram_active_percent": metrics.get(_DRAM),
+            **counters,
+            **self._fixed,
+        }
         return GpuSample(
             uuid=self.uuid,
             time_s=now_s,
             utilization=tuple(self._read_utilization(now_s, metrics)),
-            memory_used_bytes=memory and memory.used,
-            memory_total_bytes=memory and memory.total,
-            driver_memory_bytes=self._driver_memory_bytes,
-            power_watts=None if milliwatts is None else 1e-3 * milliwatts,
-            temperature_celsius=self._ask("temperature", pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
-            throttled_s=sum(throttled_s) if throttled_s else None,
-            held_clock_percent=self._held_clock(sum(throttled_s)),
-            power_limit_watts=self._power_limits[0],
-            power_limit_watts_max=self._power_limits[1],
-            pcie_tx_bytes=pcie_tx_bytes,
-            pcie_rx_bytes=pcie_rx_bytes,
-            sm_active_percent=metrics.get(_SM),
-            sm_occupancy_percent=metrics.get(_OCCUPANCY),
-            tensor_active_percent=metrics.get(_TENSOR),
-            dram_active_percent=metrics.get(_DRAM),
+            values={name: value for name, value in values.items() if value is not None},
             processes=self._read_processes(),
             errors=tuple(errors),
             problems=tuple(self._problems),
-            **counters,
         )
 
     def _start_events(self, handle: Any) -> None:
@@ -226,15 +216,17 @@ class GpuProbe:
             self._fail("GPU", error)
             return
         self._failing.discard("GPU")
-        # The memory that the driver reserves does not change. Drivers before 510 do not report it.
-        with contextlib.suppress(pynvml.NVMLError):
+        self._fixed = {}
+        with contextlib.suppress(pynvml.NVMLError):  # drivers before 510
             memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=pynvml.nvmlMemory_v2)
-            self._driver_memory_bytes = memory.reserved
+            self._fixed["driver_memory_bytes"] = memory.reserved  # counts as used
         self._monitors.since_s = None
         self._ask("error events", self._start_events)
         limit = self._ask("power", pynvml.nvmlDeviceGetPowerManagementLimit)
         limits = self._ask("power limits", pynvml.nvmlDeviceGetPowerManagementLimitConstraints)
-        self._power_limits = [value and 1e-3 * value for value in (limit, limits and limits[1])]
+        # The second one is the highest limit that an administrator can set.
+        watts = {"power_limit_watts": limit, "power_limit_watts_max": limits and limits[1]}
+        self._fixed |= {name: 1e-3 * milliwatts for name, milliwatts in watts.items() if milliwatts is not None}
 
     def _ask(self, metric: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call NVML for a metric; return ``None`` if this GPU lacks the metric or the call fails."""
@@ -242,20 +234,14 @@ class GpuProbe:
             return None
         try:
             value = function(self._handle, *arguments)
-        except REFUSED as error:
-            self._note_refusal(metric, error)
+        except REFUSED:
+            self._absent.add(metric)
         except pynvml.NVMLError as error:
             self._fail(metric, error)
         else:
             self._failing.discard(metric)
             return value
         return None
-
-    def _note_refusal(self, metric: str, error: pynvml.NVMLError) -> None:
-        self._absent.add(metric)
-        # Products that lack a counter are not reported, but a MIG instance may lack counters that its GPU has.
-        if metric in _NAMED and (self._is_mig or not isinstance(error, pynvml.NVMLError_NotSupported)):
-            self.refused.append(f"{_NAMED[metric]} of {self.uuid} ({str(error).lower()})")
 
     def _fail(self, metric: str, error: pynvml.NVMLError) -> None:
         if isinstance(error, GPU_LOST):
@@ -284,35 +270,35 @@ class GpuProbe:
         return [] if rates is None else [UtilizationSample(time_s=now_s, percent=float(rates.gpu))]
 
     def _read_counters(self) -> dict[str, float]:
-        wanted = {metric: counter for metric, counter in _COUNTERS.items() if metric not in self._absent}
-        ids = [field_id for field_id, *_ in wanted.values()]
+        wanted = {name: counter for name, counter in _COUNTERS.items() if name not in self._absent}
+        ids = [field_id for field_id, _ in wanted.values()]
         values = self._ask("counters", pynvml.nvmlDeviceGetFieldValues, ids) if ids else None
         counters = {}
-        for (metric, (field_id, _, scale)), value in zip(wanted.items(), values or (), strict=False):
+        for (name, (field_id, scale)), value in zip(wanted.items(), values or (), strict=False):
             if value.nvmlReturn == pynvml.NVML_SUCCESS:
                 self._failing.discard(f"counter {field_id}")
-                counters[metric] = getattr(value.value, _VALUE_MEMBERS[value.valueType]) * scale
+                counters[name] = getattr(value.value, _VALUE_MEMBERS[value.valueType]) * scale
             elif isinstance(error := pynvml.NVMLError(value.nvmlReturn), (*REFUSED, pynvml.NVMLError_InvalidArgument)):
-                self._note_refusal(metric, error)  # older drivers report unknown fields as invalid arguments
+                self._absent.add(name)  # older drivers report unknown fields as invalid arguments
             else:
                 self._fail(f"counter {field_id}", error)
         return counters
 
-    def _pcie(
-        self, metrics: dict[int, float], sent: float | None, received: float | None
-    ) -> tuple[int | None, int | None]:
+    def _replace_pcie(self, counters: dict[str, float], metrics: dict[int, float]) -> None:
+        """Put the counters of PCIe traffic from GPM in place of the driver's, or remove those that may wrap."""
+        driver = [counters.pop(name, None) for name in _PCIE]
         if self._pcie_by_gpm is None and (metrics or "GPM" in {*self._absent, *self._failing}):
             self._pcie_by_gpm = _GPM_PCIE_TX in metrics and _GPM_PCIE_RX in metrics
         if self._pcie_by_gpm is None:  # use only one of the two sources, because they count from different starts
-            return None, None
+            return
         if self._pcie_by_gpm:
-            self._absent |= {_PCIE_TX, _PCIE_RX}
-            sent_bytes, received_bytes = self._monitors.pcie_bytes
-            return (int(sent_bytes), int(received_bytes)) if metrics else (None, None)
-        if sent is None or received is None:
-            return None, None
-        self._pcie_is_wide |= max(sent, received) >= _32_BITS
-        return (int(sent), int(received)) if self._pcie_is_wide else (None, None)
+            self._absent |= {*_PCIE}
+            found = self._monitors.pcie_bytes if metrics else []
+        else:
+            found = not_none(driver)
+            self._pcie_is_wide |= max(found, default=0.0) >= _32_BITS
+            found = found if self._pcie_is_wide else []
+        counters.update(zip(_PCIE, found, strict=False))
 
     def _read_processes(self) -> tuple[GpuProcess, ...] | None:
         """Return the processes with their memory, and their utilization since the last read."""

@@ -202,26 +202,3 @@ def test_one_broken_mig_instance_hurts_no_other(driver):
     assert good.error is None
     assert good.memory_free_bytes == 10 * GIB
     assert [reading.mig_mode for reading in gpus] == [True, True]
-
-
-# GPUs that share the memory of the host
-
-
-@pytest.mark.parametrize(
-    ("name", "memory_total"),
-    [
-        ("NVIDIA GB10", None),
-        ("NVIDIA GB10", "1GiB"),  # a driver that gives misleading numbers
-    ],
-)
-def test_an_integrated_gpu_has_the_available_memory_of_the_host(driver, name, memory_total):
-    (reading,) = read(driver, gpu(name=name, memory_total=memory_total))
-    host = psutil.virtual_memory()
-    assert reading.memory_total_bytes == host.total
-    assert abs(reading.memory_free_bytes - host.available) < 2 * GIB
-
-
-@pytest.mark.parametrize("name", ["NVIDIA GB100", "NVIDIA H200"])
-def test_a_discrete_gpu_is_not_given_the_hosts_memory(driver, name):
-    silent, reading = read(driver, gpu(name=name, memory_total=None), gpu(name=name, memory_free="7GiB"))
-    assert (silent.memory_free_bytes, reading.memory_free_bytes) == (None, 7 * GIB)
