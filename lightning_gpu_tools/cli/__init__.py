@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import io
 import os
-import re
 import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
@@ -36,18 +35,8 @@ _EXIT_UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h: not the result of any comman
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        from difflib import get_close_matches
-
-        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        option = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
-        near: Sequence[str] = ()
-        if choice:
-            near = get_close_matches(choice[1], re.findall(r"[\w-]+", choice[2]))
-        elif option:
-            near = get_close_matches(option[1], self._option_string_actions)
-        meant = f". Did you mean {' or '.join(near)}?" if near else ""
         with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):  # argparse may color the usage
-            super().error(printable(f"{message}{meant}", 1000))  # file names may be chosen by others
+            super().error(printable(message, 1000))  # file names may be chosen by others
 
 
 class _PrintableStream:
