@@ -52,7 +52,7 @@ class Metric(NamedTuple):
 def _by(reduction: Reduction, source: str = "", *, logged: str = "", name: str = "") -> Any:
     """Declare a metric. It is logged if ``logged`` says what it means. ``source`` and ``name`` default to the field.
 
-    Of the whole run, :func:`over_run` takes ``last`` as the maximum, with validation; a ``mean`` is without validation.
+    Of the whole run, :func:`over_run` takes ``last`` as the maximum, with validation; others are without validation.
     """
     return dataclasses.field(default=None, metadata={"metric": (source, reduction, logged, name)})
 
@@ -206,12 +206,9 @@ class GpuSummary:
         name: Product name.
         node: Node number. ``index`` counts within the node.
         utilization_percent_mean: Time-weighted mean utilization outside validation.
-        utilization_percent_p5: 5th percentile of the utilization outside validation.
-        utilization_percent_p95: 95th percentile of the utilization outside validation.
         memory_used_bytes_max: Peak memory use, including other users.
         memory_total_bytes: Size of the memory.
         power_watts_mean: Mean power draw.
-        energy_joules: Energy used during the run.
         temperature_celsius_max: Highest temperature.
         throttled_percent: Share of time in which power or heat throttled the clocks.
         others_memory_bytes_max: Peak memory of all other listed processes.
@@ -230,12 +227,9 @@ class GpuSummary:
     name: str | None = None
     node: int = 0
     utilization_percent_mean: float | None = None
-    utilization_percent_p5: float | None = None
-    utilization_percent_p95: float | None = None
     memory_used_bytes_max: int | None = None
     memory_total_bytes: int | None = None
     power_watts_mean: float | None = None
-    energy_joules: float | None = None
     temperature_celsius_max: float | None = None
     throttled_percent: float | None = None
     others_memory_bytes_max: int | None = None
@@ -298,11 +292,10 @@ def rounded(series: Series, begin_s: float) -> Series:
 
 
 def over_run(window: GpuWindow, validation: GpuWindow) -> dict[str, Any]:
-    """Return the report's metrics over a whole run. Peaks and counters include validation; means do not."""
+    """Return the report's metrics over a whole run. Peaks include validation; means do not."""
     found = {name: getattr(window, name) for name in (*_SHARES, "errors")}
     for metric in METRICS:
-        combine: Any = {"max": max, "last": max, "difference": sum}.get(metric.reduction)
-        windows = (window,) if combine is None else (window, validation)
-        values = not_none(getattr(window, metric.field) for window in windows)
-        found[metric.field] = combine(values) if combine is not None and values else next(iter(values), None)
+        value, other = getattr(window, metric.field), getattr(validation, metric.field)
+        is_peak = metric.reduction in ("max", "last")
+        found[metric.field] = max(not_none([value, other]), default=None) if is_peak else value
     return {name: value for name, value in found.items() if name in GpuSummary.__dataclass_fields__}

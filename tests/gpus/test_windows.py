@@ -108,16 +108,15 @@ def test_a_full_timeline_halves_its_resolution():
 # The table
 
 
-def test_peaks_and_counters_include_validation_but_means_do_not():
+def test_peaks_include_validation_but_means_do_not():
     training, validation = (
         window_of(
-            at(0.0, energy_joules=0.0, sm_active_percent=percent),
-            at(1.0, (1.0, percent), energy_joules=joules, sm_active_percent=percent, memory_used_bytes=used),
+            at(0.0, sm_active_percent=percent),
+            at(1.0, (1.0, percent), sm_active_percent=percent, memory_used_bytes=used),
         )
-        for percent, joules, used in ((90.0, 100.0, 5), (10.0, 30.0, 7))
+        for percent, used in ((90.0, 5), (10.0, 7))
     )
     found = over_run(training, validation)
-    assert found["energy_joules"] == 130.0
     assert found["memory_used_bytes_max"] == 7
     assert found["utilization_percent_mean"] == found["sm_active_percent"] == 90.0
     assert found["temperature_celsius_max"] is None
@@ -135,7 +134,7 @@ def test_docs_list_the_logged_metrics() -> None:
 def test_every_gpu_number_is_in_a_table_of_the_report() -> None:
     numbers = {name for name, hint in get_type_hints(GpuSummary).items() if {*get_args(hint)} & {int, float}}
     shown = {column.field for column in COLUMNS}
-    assert numbers == shown | {"energy_joules"}, "add a line to COLUMNS of reports/gpu_table.py"  # it has a sentence
+    assert numbers == shown, "add a line to COLUMNS of reports/gpu_table.py"
 
 
 # Division of a GPU's use between this job and others
