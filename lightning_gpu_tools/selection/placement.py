@@ -180,7 +180,7 @@ def _how_many(attempt: Attempt) -> int:
     divided = any(uuid.startswith("MIG-") for uuid in attempt.visible_uuids)
     if "CUDA_VISIBLE_DEVICES" in os.environ and attempt.visible_uuids and not divided:
         return len(attempt.visible_uuids)
-    launch = find_launch(os.environ)
+    launch = _launch()
     if launch and launch.processes:
         return launch.processes
     # With several, MIG instances do not qualify, because they cannot be combined.
@@ -188,9 +188,21 @@ def _how_many(attempt: Attempt) -> int:
     return max(1, len(attempt.rank(several).candidates))
 
 
+def _launch() -> Launch | None:
+    """Return the launcher that started this process together with others of the same training."""
+    launch, started = find_launch(os.environ), find_launch(os.environ, of_lightning=False)
+    if launch is None and started is not None and started.processes != 1:
+        remedy = "put SLURM_JOB_NAME=train before srun" if started.program == "srun" else "install mpi4py"
+        claims.warn_once(
+            f"{started.program} started {started.processes} processes on this machine, but Lightning trains in each of "
+            f"them separately, on separate GPUs. To train in all of them together, {remedy}."
+        )
+    return launch
+
+
 def _launcher_group(devices: int) -> str | None:
     """Return a name for the processes that a launcher started here for this training; ``None`` for a single process."""
-    launch = find_launch(os.environ)
+    launch = _launch()
     if launch is None or (launch.processes or devices) == 1:
         return None
     return launch.group(devices)

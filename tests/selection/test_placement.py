@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu
-from launched_jobs import PLACE, by_hand, live_claims, said, slurm, torchrun
+from launched_jobs import PLACE, by_hand, live_claims, mpirun, said, slurm, torchrun
 
 STAY = "\nsys.stdin.read()"
 BY_ARGUMENT = f"""
@@ -31,10 +33,6 @@ def script(tmp_path: Path) -> Callable[[str], str]:
         return str(tmp_path / "train.py")
 
     return write
-
-
-def shell(task: int) -> dict[str, str]:
-    return slurm(task, SLURM_JOB_NAME="bash")
 
 
 def placed(driver: Driver, path: str, environments: list[dict[str, str]], *arguments: str) -> list[list[int]]:
@@ -68,10 +66,23 @@ def test_a_claim_of_two_ranks_lives_until_the_last_ends(
         (slurm, "auto", [[3, 2], [3, 2]]),
         (by_hand, "2", [[3, 2], [3, 2]]),
         (by_hand, "1", [[3], [2]]),  # of a training on two nodes, both of which are this machine
-        (shell, "1", [[3], [2]]),  # Lightning trains in each of them separately
     ],
 )
 def test_ranks_agree_however_they_were_started(
     driver: Driver, script: Callable[[str], str], ranks: Callable[[int], dict[str, str]], devices: str, expected: object
 ) -> None:
     assert placed(driver, script(BY_ARGUMENT), [ranks(0), ranks(1)], devices) == expected
+
+
+@pytest.mark.follows("install mpi4py")
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is not None, reason="mpi4py is installed")
+def test_processes_of_mpi_share_once_the_advised_package_is_installed(
+    driver: Driver, script: Callable[[str], str], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ranks = [mpirun(0), mpirun(1)]
+    assert placed(driver, script(BY_ARGUMENT), ranks, "2") == [[3, 2], [1, 0]]
+    warning = r"mpirun started 2 processes on this machine, but Lightning trains in .* together, install (\w+)\."
+    package = re.search(warning, capfd.readouterr().err)[1]
+    (tmp_path / f"{package}.py").touch()  # as if it were installed
+    assert placed(driver, script(BY_ARGUMENT), ranks, "2") == [[3, 2], [3, 2]]
+    assert capfd.readouterr().err == ""

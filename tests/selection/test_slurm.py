@@ -112,6 +112,16 @@ def test_a_node_has_one_choice_and_one_claim_of_a_job(
     assert {line: job.output().count(line) for line in lines} == lines
 
 
+@pytest.mark.follows("put SLURM_JOB_NAME=train before srun")
+def test_the_advised_job_name_makes_tasks_share_their_gpus(start: Callable[..., Job]) -> None:
+    separate = start("salloc", *ONE_NODE, "srun", devices=1)
+    assert separate.gpus() != SHARED
+    advised = re.search(r"put (\S+) before srun", separate.output())[1]
+    separate.end()
+    Path("end").unlink()
+    assert start("salloc", *ONE_NODE, "env", advised, "srun").gpus() == SHARED
+
+
 @pytest.mark.follows(
     "Run this instead: srun ... lightning-gpu-tools run ... -- CMD",
     "With SLURM, use `srun ... lightning-gpu-tools run ... -- CMD`",
