@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
@@ -35,8 +36,14 @@ _EXIT_UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h: not the result of any comman
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        from difflib import get_close_matches
+
+        wrong = re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (--[^\s=]+)", message)
+        known = [*COMMANDS, *self._option_string_actions]
+        near = get_close_matches(wrong[1] or wrong[2], known) if wrong else []
+        meant = f". Did you mean {' or '.join(near)}?" if near else ""
         with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):  # argparse may color the usage
-            super().error(printable(message, 1000))  # file names may be chosen by others
+            super().error(printable(f"{message}{meant}", 1000))  # file names may be chosen by others
 
 
 class _PrintableStream:

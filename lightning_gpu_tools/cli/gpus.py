@@ -13,7 +13,7 @@ from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import FOREIGN, GpuClaim, GpuReading, folded_claims, not_none
 from lightning_gpu_tools.selection import claims as all_claims
 from lightning_gpu_tools.selection import cuda
-from lightning_gpu_tools.selection.ranking import Request, effective_free_bytes, rank_gpus
+from lightning_gpu_tools.selection.ranking import Request, effective_free_bytes, is_outdated, rank_gpus
 from lightning_gpu_tools.units import format_bytes, format_duration, line_width, printable
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _REFRESH_EVERY_S = 2.0
 _SHORT_UUID = len("MIG-5e6f7a8b")
 _MAX_NAME = len("NVIDIA RTX 6000 Ada Generation")  # longer ones are folded
+_MIN_AGE_S = 300.0  # our default: a job younger than five minutes may still be loading data
+_UTIL = 4  # the column
+_MIN_BUSY_PERCENT, _MIN_FULL_PERCENT = 10.0, 70.0  # our defaults, of colors alone
 _MAX_CLAIMS = 3  # our default: of a user, in a row
 _MAX_USERS = 40  # our default: in a table; one person can act as thousands of users (subuid(5))
 
@@ -30,15 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
         "Show every GPU of the machine, regardless of CUDA_VISIBLE_DEVICES: memory, utilization over the last seconds, "
-        "processes, claims, MIG instances, and why a GPU cannot be used. At most three claims of a user on a GPU are "
-        "listed; others are counted. With --by-user, show what each user uses and has claimed on all GPUs together."
+        "processes, claims, MIG instances, and why a GPU cannot be used. A claim is unused if it is older than five "
+        "minutes and its user has no process on that GPU. At most three claims of a user on a GPU are listed; others "
+        "are counted. With --by-user, show what each user uses and has claimed on all GPUs together."
     )
     parser.epilog = (
         "JSON: a list of the GPUs in PCI order with the fields of lightning_gpu_tools.types.GpuReading, in bytes and "
         "seconds since the epoch; null = not reported. Each GPU also has `effective_free_bytes` (free and not claimed) "
         "and `claims`, both null if claims cannot be read. Each claim has `user`, `pid`, `hostname`, `kind` (memory, "
-        "whole or exclusive), `memory_bytes` and `since_s`; `pid` is null unless it is certain, and `hostname` if you "
-        "may not read the claim. "
+        "whole or exclusive), `memory_bytes`, `since_s` and `is_unused`; `pid` is null unless it is certain, and "
+        "`hostname` if you may not read the claim. "
         "With --by-user: `users`, those with most memory first, and `unknown_gpus`, whose processes cannot be read."
     )
     parser.add_argument("--by-user", action="store_true", help="Show a row for each user instead of each GPU.")
@@ -99,7 +103,9 @@ def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> dict[str, An
         here = [claim for claim in claims if claim.is_on(gpu.uuid)]
         names = ("user", "pid", "hostname", "kind", "memory_bytes", "since_s")
         found["effective_free_bytes"] = effective_free_bytes(gpu, here)
-        found["claims"] = [{name: getattr(claim, name) for name in names} for claim in here]
+        found["claims"] = [
+            {**{name: getattr(claim, name) for name in names}, "is_unused": _is_unused(claim, gpu)} for claim in here
+        ]
     return found
 
 
@@ -121,7 +127,12 @@ def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Tab
     table = _new_table("GPU", "name", "free", "total", "util", "used by", "claimed by")
     table.columns[1].no_wrap = max((len(row[1]) for row in rows), default=0) <= _MAX_NAME
     for row in rows:
-        table.add_row(*map(Text, row))  # Text, so that rich does not take a bracket in a name for markup
+        cells = [Text(cell) for cell in row]  # Text, so that rich does not take a bracket in a name for markup
+        if row[_UTIL] != "?":
+            percent = float(row[_UTIL].removesuffix("%"))
+            busy = "red" if percent >= _MIN_FULL_PERCENT else "yellow"
+            cells[_UTIL].stylize("green" if percent < _MIN_BUSY_PERCENT else busy)
+        table.add_row(*cells)
     return table
 
 
@@ -187,7 +198,8 @@ def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> tuple[str, ...
     def describe(claim: GpuClaim) -> str:
         share = "the whole GPU, exclusively," if claim.kind == "exclusive" else "the whole GPU"
         share = _size(claim.memory_bytes) if claim.kind == "memory" else share
-        return f"{claim}: {share} for {format_duration(max(0.0, time.time() - claim.since_s))}"
+        age = format_duration(max(0.0, time.time() - claim.since_s))
+        return f"{claim}: {share} for {age}{', unused' if _is_unused(claim, gpu) else ''}"
 
     here = [claim for claim in claims or () if claim.is_on(gpu.uuid)]
     return (
@@ -205,6 +217,8 @@ def _use(gpu: GpuReading) -> str:
         return f"{len(gpu.mig_instances)} MIG instances"
     rejections = rank_gpus([gpu], (), Request(), torch=cuda.installed_torch([gpu])).rejections
     lines = [f"cannot be used: {printable(rejection.reason, 300)}" for rejection in rejections]
+    if not lines and is_outdated(gpu):
+        lines = ["picked last: its compute capability is too old for torch's wheels on PyPI"]
     if gpu.processes is None and not lines:
         return "?"
     for one in gpu.processes or ():
@@ -212,6 +226,15 @@ def _use(gpu: GpuReading) -> str:
         process = one.name or (FOREIGN if one.is_foreign else f"pid {one.pid}")
         lines.append(" ".join(printable(part) for part in (one.user, process, memory) if part))
     return "\n".join(lines)
+
+
+def _is_unused(claim: GpuClaim, gpu: GpuReading) -> bool | None:
+    from lightning_gpu_tools.gpus import nvml
+
+    if gpu.processes is None or any(process.user is None for process in gpu.processes) or not nvml.pids_are_ours():
+        return None
+    is_old = time.time() - claim.since_s >= _MIN_AGE_S
+    return is_old and all(process.user != claim.user for process in gpu.processes)
 
 
 def _size(size_bytes: int | None) -> str:

@@ -90,10 +90,17 @@ def visible_gpus(
     return whole_or_instances(_distinct_until_none(map(find, entries)))
 
 
-def few_visible(cuda_visible_devices: str, visible: int, gpus: int) -> str:
-    """Return a sentence on a mask that shows too few of the machine's GPUs."""
-    shown = f"CUDA_VISIBLE_DEVICES={cuda_visible_devices!r} shows {visible or 'none'}"
-    return f"{shown} of this machine's {plural(gpus, 'GPU')}. Correct it, or unset it."
+def few_visible(gpus: Sequence[GpuReading], cuda_visible_devices: str) -> str:
+    """Return a sentence on a mask that shows too few of the machine's GPUs: its first entry that shows none."""
+    entries = cuda_visible_devices.split(",")
+    shown = [len(visible_gpus(gpus, ",".join(entries[: number + 1]))) for number in range(len(entries))]
+    fault = next((entry for number, entry in enumerate(entries) if shown[number] <= number), None)
+    if fault is None:
+        return ""
+    return (
+        f"In CUDA_VISIBLE_DEVICES={cuda_visible_devices!r}, {fault!r} names no GPU, or one again. This machine has "
+        f"{plural(len(gpus), 'GPU')}, numbered from 0. Correct it, or unset it."
+    )
 
 
 def shown_uuid(gpus: Sequence[GpuReading], cuda_visible_devices: str | None, cuda_uuid: str) -> str:

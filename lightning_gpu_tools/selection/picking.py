@@ -103,14 +103,23 @@ class GpuSelection:
         self.release()
 
 
+_applied: set[str] = set()  # values of CUDA_VISIBLE_DEVICES that this process has set
+
+
 def show_gpus(uuids: Sequence[str]) -> None:
     """Set ``CUDA_VISIBLE_DEVICES``; nothing else in the package does."""
-    mask = ",".join(uuids)
-    if os.environ.get("CUDA_VISIBLE_DEVICES") != mask and cuda.is_initialized():
+    mask, before = ",".join(uuids), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if before != mask and cuda.is_initialized():
         raise CudaAlreadyInitializedError(
             "CUDA has already started in this process and has read CUDA_VISIBLE_DEVICES. Pick the GPUs before anything "
             "uses CUDA, including torch.cuda.is_available(), which can start it."
         )
+    if before != mask and before in _applied:
+        claims.warn(
+            f"All threads of this process see only {mask} from now on, instead of {before}. To use all these GPUs in "
+            "one process, pick them together, with one select_gpus()."
+        )
+    _applied.add(mask)
     os.environ["CUDA_VISIBLE_DEVICES"] = mask
 
 
@@ -302,8 +311,8 @@ class Attempt:
             message += "the NVIDIA driver lists none."
         else:
             message += f"{len(ranking.candidates)} of {plural(len(visible), 'visible GPU')} can be used."
-            if mask is not None and self.among is None and len(visible) < count:
-                message += f" {cuda.few_visible(mask, len(visible), len(self.gpus))}"
+            if mask is not None and self.among is None and (fault := cuda.few_visible(self.gpus, mask)):
+                message += f" {fault}"
         message = "\n  ".join([message, *folded_reasons(rejections)])
         return NotEnoughGpusError(message, count, [str(rejection) for rejection in rejections])
 

@@ -95,6 +95,10 @@ def documented(cls: _Class) -> _Class:
 BUSY_FROM_PERCENT = 10.0
 
 
+# PyPI's wheels of torch 2.6 (CUDA 12.4) and later. Source: torch.cuda.PYTORCH_RELEASES_CODE_CC, and its history.
+_OLDEST_CAPABILITY = (5, 0)
+
+
 class Candidate(NamedTuple):
     """A GPU or MIG instance that meets the request."""
 
@@ -103,16 +107,21 @@ class Candidate(NamedTuple):
     whole_claims: int  # number of jobs that have claimed the whole GPU
 
     @property
-    def tier(self) -> tuple[bool, int, int]:
-        """Criteria before memory: known memory, fewer claims, then idle before busy before unknown."""
+    def tier(self) -> tuple[bool, bool, int, int]:
+        """Criteria before memory: not outdated, known memory, fewer claims, then idle before busy before unknown."""
         percent = self.gpu.utilization_percent
         load = 2 if percent is None else 1 if percent >= BUSY_FROM_PERCENT else 0
-        return (self.effective_free_bytes is None, self.whole_claims, load)
+        return (is_outdated(self.gpu), self.effective_free_bytes is None, self.whole_claims, load)
 
     @property
     def order(self) -> tuple[object, ...]:
         """Sort key, best first: tier, then most effective free memory, then the higher index."""
         return (*self.tier, -(self.effective_free_bytes or 0), -self.gpu.index, self.gpu.uuid or "")
+
+
+def is_outdated(gpu: GpuReading) -> bool:
+    """Return whether none of torch's wheels on PyPI has code for a GPU. Which build will use it may be unknown."""
+    return gpu.compute_capability is not None and gpu.compute_capability < _OLDEST_CAPABILITY
 
 
 class TorchBuild(NamedTuple):

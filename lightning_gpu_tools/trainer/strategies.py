@@ -137,7 +137,7 @@ def why_no_cuda() -> str:
         return "The NVIDIA driver lists no GPU."
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     if mask is not None and not visible_gpus(gpus, mask):
-        return few_visible(mask, 0, len(gpus))
+        return few_visible(gpus, mask)
     return "CUDA cannot start, although the driver lists GPUs. Run `python -c 'import torch; torch.cuda.init()'`."
 
 

@@ -17,6 +17,7 @@ import pytest
 from fake_driver import Driver, gpu, mig, process
 
 from lightning_gpu_tools import select_gpus
+from lightning_gpu_tools.cli import gpus as gpus_command
 from lightning_gpu_tools.gpus import nvml
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
@@ -81,6 +82,20 @@ def test_a_pid_of_another_container_names_nobody_here(
     assert "a process of another container or the host 3.00 GiB" in shown.replace("│", "")
     refused = call("pick", "--exclusive")
     assert "in use by a process of another container or the host" in refused.stderr
+
+
+@pytest.mark.usefixtures("visible_pids")
+def test_a_claim_whose_owner_runs_nothing_there_is_unused(
+    driver: Driver, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus_command, "_MIN_AGE_S", -1.0)
+    driver.gpus = [gpu(), gpu()]
+    select_gpus(2)
+    with driver.change():
+        driver.gpus[0].processes = [process()]
+    used, unused = json.loads(call("gpus", "--json").stdout)
+    assert [reading["claims"][0]["is_unused"] for reading in (used, unused)] == [False, True]
+    assert "unused" in call("gpus").stdout
 
 
 @pytest.mark.usefixtures("visible_pids")

@@ -11,6 +11,7 @@ import pytest
 from fake_driver import Driver, gpu, process
 from sample_report import TRAINED
 
+from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report import ReportFile
 
 HEAVY = {"torch", "lightning", "pytorch_lightning", "rich", "numpy"}
@@ -41,3 +42,17 @@ def test_a_light_command_loads_no_heavy_package(
     assert not loaded & (HEAVY | also_not)
     # Importing dataclasses imports inspect, which takes a tenth of a pick's time. Python 3.14's argparse does, too.
     assert command != "pick" or not {"dataclasses", "inspect"} & loaded or sys.version_info >= (3, 14)
+
+
+@pytest.mark.parametrize(
+    ("command", "wrong", "near"),
+    [("gpuss", "invalid choice: 'gpuss'", "gpus"), ("report --agianst old", "arguments: --agianst", "--against")],
+)
+def test_a_misspelled_word_gets_the_nearest_one(
+    command: str, wrong: str, near: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(command.split())
+    shown = capfd.readouterr().err
+    assert wrong in shown
+    assert shown.endswith(f". Did you mean {near}?\n")

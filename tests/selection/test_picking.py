@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from uuid import UUID
 
@@ -79,9 +80,34 @@ def test_a_mask_that_names_nothing_is_explained_and_unset(driver: Driver, monkey
     with pytest.raises(NotEnoughGpusError) as caught:
         select_gpus()
     first = str(caught.value).splitlines()[0]
-    assert first.endswith("CUDA_VISIBLE_DEVICES='2' shows none of this machine's 1 GPU. Correct it, or unset it.")
+    assert "In CUDA_VISIBLE_DEVICES='2', '2' names no GPU, or one again. This machine has 1 GPU, numbered" in first
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert indices(select_gpus()) == [0]
+
+
+APPLY_TWO = """
+import os
+from lightning_gpu_tools import select_gpus
+first, second = select_gpus(), select_gpus()  # as in two threads
+first.apply()
+first.apply()
+second.apply()
+print(os.environ["CUDA_VISIBLE_DEVICES"])
+"""
+
+
+@pytest.mark.follows("pick them together, with one select_gpus()")
+def test_a_second_apply_names_both_and_how_to_use_both(
+    driver: Driver, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    driver.gpus = [gpu(), gpu()]
+    first, second = uuids(driver, 1, 0)
+    answer = run_python("-c", APPLY_TWO)
+    assert answer.stdout == f"{second}\n"
+    (line,) = answer.stderr.splitlines()
+    assert line.startswith(f"All threads of this process see only {second} from now on, instead of {first}. ")
+    answer = run_python("-c", f"import os\nfrom lightning_gpu_tools import select_gpus\nselect_gpus(2).apply()\n{SHOW}")
+    assert (answer.stdout, answer.stderr) == (f"{first},{second}\n", "")
 
 
 def test_a_reason_that_many_share_is_given_once(driver: Driver) -> None:

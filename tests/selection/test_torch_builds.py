@@ -66,11 +66,12 @@ def test_a_card_without_code_is_never_picked(driver: Driver, run_cli: RunCli, in
 
 
 @pytest.mark.parametrize(("codes", "cuda"), [(CU126, None), ("", "12.6")], ids=["cpu-build", "unknown-library"])
-def test_an_unknown_build_refuses_nothing(
+def test_an_unknown_build_refuses_nothing_and_old_cards_come_last(
     driver: Driver, run_cli: RunCli, install_torch: Any, codes: str | None, cuda: str | None
 ) -> None:
     install_torch(codes, cuda)
-    assert len(names(driver, run_cli("pick", "-n", "3"))) == 3
+    assert names(driver, run_cli("pick", "-n", "3")) == [driver.gpus[index].name for index in (0, 2, 1)]
+    assert run_cli("gpus").stdout.count("picked last: its compute") == 2
 
 
 # Sources: CUDA C++ programming guide, "Binary Compatibility", "PTX Compatibility", and "Feature Set Compiler Targets".

@@ -107,7 +107,7 @@ def test_ddp_warns_once_why_it_trains_on_the_cpu(
     made = trainer("ddp_free_memory", devices=1)
     assert made.strategy.root_device.type == "cpu"
     (warning,) = [str(one.message) for one in recwarn if "FreeMemory" in str(one.message)]
-    why = "CUDA_VISIBLE_DEVICES='9' shows none of this machine's 1 GPU. Correct it, or unset it."
+    why = "In CUDA_VISIBLE_DEVICES='9', '9' names no GPU, or one again. This machine has 1 GPU, numbered"
     assert f"FreeMemoryDDPStrategy picks no GPU, and training runs on the CPUAccelerator. {why}" in warning
 
 
