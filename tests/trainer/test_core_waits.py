@@ -56,9 +56,9 @@ def others(folder: Path, count: int) -> Iterator[list[int]]:
 
 
 def train(folder: Path, spend: Callable[[float], None], step_s: float, load_s: float = 0.0, workers: int = 0) -> Any:
-    """Train 60 steps that take so long each, and return the report."""
+    """Train steps that take so long each, and return the report."""
     watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0, min_steps=20)]
-    data = loader(Samples(60, burn, load_s), num_workers=workers)
+    data = loader(Samples(44 + 4 * workers, burn, load_s), num_workers=workers)
     quiet_trainer(folder, callbacks=watching).fit(Model(spend, step_s), data)
     return load_report(folder)
 

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from trainings import Model, Samples, loader, quiet_trainer
 
 import lightning_gpu_tools
-from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks, PortableCheckpointIO
 from lightning_gpu_tools.trainer.entry_points import callbacks_factory
 from lightning_gpu_tools.trainer.gpu_utilization import GPUUtilizationMonitor
@@ -98,21 +96,6 @@ def test_zero_code_mode_yields_to_what_the_user_has(
     quiet_trainer(tmp_path, callbacks=[mine]).fit(Model(), loader(Samples(3)))
     assert not list(tmp_path.rglob("gpu_report.json"))
     assert "Verdict" not in capfd.readouterr().out
-
-
-def test_zero_code_mode_reports_a_prediction(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
-    monkeypatch.chdir(tmp_path)
-
-    class Doubling(LightningModule):
-        def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            return 2 * batch
-
-    assert len(new_trainer().predict(Doubling(), loader(Samples(3)))) == 3
-    assert capfd.readouterr().out.count("Verdict: ") == 1
-    assert load_report("gpu_report").settings["stage"] == "predict"
 
 
 @pytest.mark.filterwarnings("error:LIGHTNING_GPU_TOOLS")

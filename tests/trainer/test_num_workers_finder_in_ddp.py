@@ -34,7 +34,7 @@ def train_each_way(folder: Path, rank: int) -> None:
         seed_everything(3)
         finder, watch = NumWorkersFinder(), Watch()
         callbacks: list[Callback] = [watch] if mode == "untouched" else [finder, watch]
-        dataset = (Faulty if mode == "faulty" else Samples)(100, time.sleep, LOAD_S if finder in callbacks else 0.0)
+        dataset = (Faulty if mode == "faulty" else Samples)(60, time.sleep, LOAD_S if finder in callbacks else 0.0)
         model = Model(time.sleep, STEP_S if finder in callbacks else 0.0)
         trainer = quiet_trainer(folder, callbacks=callbacks, devices=2, strategy="ddp", max_epochs=2)
         trainer.fit(model, DataLoader(dataset, shuffle=True))
@@ -60,7 +60,7 @@ class OfPair(Model):
 def train_on_a_pair(folder: Path, rank: int) -> str | None:
     """Train on two loaders, of which each rank waits longer for another one."""
     waits_s = {"one": (LOAD_S, LOAD_S / 4), "other": (LOAD_S / 8, LOAD_S / 2)}
-    loaders = {key: DataLoader(Samples(100, time.sleep, wait_s[rank])) for key, wait_s in waits_s.items()}
+    loaders = {key: DataLoader(Samples(60, time.sleep, wait_s[rank])) for key, wait_s in waits_s.items()}
     finder = NumWorkersFinder()
     trainer = quiet_trainer(folder, callbacks=[finder], devices=2, strategy="ddp", max_epochs=1)
     trainer.fit(OfPair(time.sleep, STEP_S), loaders)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from advised import code_in, diagnosed
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 from trainings import Model, quiet_trainer
 
 from lightning_gpu_tools.training import line_sampler
@@ -53,16 +53,15 @@ def a_table() -> TensorDataset:
 @pytest.mark.follows(
     "Fetch each batch by one index: DataLoader(dataset, batch_size=None, ", "fetch a batch by one index: "
 )
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_a_table_is_read_batch_by_batch_as_advised(tmp_path: Path, shuffle: bool) -> None:
-    loader = DataLoader(a_table(), batch_size=BATCH, shuffle=shuffle, drop_last=True)
+def test_a_table_is_read_batch_by_batch_as_advised(tmp_path: Path) -> None:
+    loader = DataLoader(a_table(), batch_size=BATCH, shuffle=True, drop_last=True)
     found = diagnosed(tmp_path, Counting(), loader, max_epochs=2)
     assert found.evidence["kind"] == "cpu_bound"
     assert "advised_num_workers" not in found.evidence
     assert not any(words in found.advice for words in ("num_workers=", "decoding", "NumWorkersFinder"))
     dataset = Called(*a_table().tensors)
     code = code_in(found.advice, r"DataLoader\(dataset, .*\)\)(?=\.)")
-    classes = (DataLoader, BatchSampler, RandomSampler, SequentialSampler)
+    classes = (DataLoader, BatchSampler, RandomSampler)
     model = Counting()
     followed = eval(code, {"dataset": dataset, **{one.__name__: one for one in classes}})
     quiet_trainer(tmp_path, max_epochs=1).fit(model, followed)

@@ -126,14 +126,14 @@ def train_ranks(folder: Path, rank: int) -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     options: dict[str, Any] = {"min_steps": 10, "min_seconds": 0.1}
     run = watch(folder=str(folder / "plain"), **options)
-    train(run, slow(25), model, torch.optim.SGD(model.parameters(), lr=1e-6), torch.Tensor.backward)
+    train(run, slow(20), model, torch.optim.SGD(model.parameters(), lr=1e-6), torch.Tensor.backward)
 
     fabric = Fabric(accelerator="cpu", devices=2, num_nodes=2, strategy="ddp")
     fabric.launch()
     layer = torch.nn.Linear(4, 1)
     wrapped, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=1e-6))
     run = watch(fabric, folder=str(folder / "fabric"), **options)
-    train(run, fabric.setup_dataloaders(slow(100)), wrapped, optimizer, fabric.backward)
+    train(run, fabric.setup_dataloaders(slow(80)), wrapped, optimizer, fabric.backward)
 
 
 def test_the_ranks_of_a_loop_make_one_report(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, lo
 
 class Photos(Samples):
     def __getitem__(self, index):
-        cv2.GaussianBlur(numpy.zeros((700, 700, 3), numpy.uint8), (31, 31), 0)
-        numpy.ones((300, 300)) @ numpy.ones((300, 300))
+        cv2.GaussianBlur(numpy.zeros((300, 300, 3), numpy.uint8), (31, 31), 0)
+        numpy.ones((200, 200)) @ numpy.ones((200, 200))
         return super().__getitem__(index)
 
 def train(calls):
@@ -33,7 +33,7 @@ def train(calls):
 
     callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0, min_steps=20)]
     workers = loader(Photos(100_000), num_workers=2, worker_init_fn=one_thread)
-    quiet_trainer(sys.argv[1], callbacks=callbacks, max_steps=120).fit(Model(time.sleep, 0.001), workers)
+    quiet_trainer(sys.argv[1], callbacks=callbacks, max_steps=60).fit(Model(time.sleep, 0.001), workers)
     report = load_report(sys.argv[1])
     found = {one.cause: [one.advice, one.evidence] for one in report.diagnosis.findings}
     print("FOUND", json.dumps({**found, "others_cores": report.others_cores}), flush=True)
