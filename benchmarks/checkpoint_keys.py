@@ -40,7 +40,7 @@ from sharded_checkpoints import write_deepspeed, write_index
 
 from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.key_renaming import plan_renaming
-from lightning_gpu_tools.checkpoints.state_dicts import read_model, shapes_of
+from lightning_gpu_tools.checkpoints.state_dicts import read_model, shape_of
 
 Weights = dict[str, Any]
 
@@ -101,7 +101,7 @@ def mmengine_rule(weights: Weights, model: nn.Module) -> Weights:
 
 def lightning_gpu_tools(weights: Weights, model: nn.Module) -> Weights:
     keys, _ = read_model(model, weights)
-    return plan_renaming(shapes_of(weights), keys).apply(weights)
+    return plan_renaming({key: shape_of(value) for key, value in weights.items()}, keys).apply(weights)
 
 
 TOOLS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import glob
 import os
@@ -20,12 +19,8 @@ from lightning_gpu_tools.errors import CheckpointNotFoundError, UnreachableError
 from lightning_gpu_tools.processes import process_id, process_stat, running_kernel
 from lightning_gpu_tools.units import printable, printable_path
 
-# Raised by file systems that cannot flush a directory, such as FUSE and CIFS.
-_CANNOT_SYNC_DIRECTORY = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS})
 # Here an upload becomes visible only once complete. Elsewhere (SFTP, SMB, HDFS), it is moved into place.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2"})
-
-_PACKAGES = {"smbclient": "smbprotocol", "libarchive": "libarchive-c"}  # of modules with other names
 
 
 def scratch_prefix() -> str:
@@ -201,13 +196,9 @@ def replacing(path: str) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
             os.replace(temporary, path)
         descriptor = os.open(directory, os.O_RDONLY)
-        try:
+        with contextlib.suppress(OSError):  # FUSE and CIFS cannot flush a directory
             os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in _CANNOT_SYNC_DIRECTORY:
-                raise
-        finally:
-            os.close(descriptor)
+        os.close(descriptor)
     except OSError as error:
         reason = f"{error.strerror or error}, while saving (an older file at this path is unchanged)"
         raise OSError(error.errno, reason, path) from error
@@ -266,17 +257,12 @@ def _reaching(url: str | os.PathLike[str], passed: type[OSError] = OSError) -> I
     except passed:
         raise
     except Exception as error:  # each file system raises errors of the packages that it uses
-        missing = getattr(error.__cause__, "name", None)
-        if isinstance(error, ImportError) and missing:
-            reason = f"Python's package {printable(missing)} is not installed"
-            advice = f"Install it: pip install {printable(_PACKAGES.get(missing, missing))}"
-        else:
-            status = getattr(error, "status", None)
-            words = f"the server answers {status} {getattr(error, 'message', '')}".rstrip() if status else error
-            reason = printable(words, 200) or type(error).__name__
-            advice = "Check the URL and your access to it, or use a local file."
-        unreachable = UnreachableError(f"{printable_path(url)} cannot be opened: {reason}. {advice}")
-        unreachable.strerror = f"{reason}. {advice}".rstrip(".")
+        status = getattr(error, "status", None)
+        words = f"the server answers {status} {getattr(error, 'message', '')}".rstrip() if status else error
+        reason = printable(words, 200) or type(error).__name__  # also names a missing package
+        advice = "Check the URL and your access to it, or use a local file"
+        unreachable = UnreachableError(f"{printable_path(url)} cannot be opened: {reason}. {advice}.")
+        unreachable.strerror = f"{reason}. {advice}"
         raise unreachable from error
 
 

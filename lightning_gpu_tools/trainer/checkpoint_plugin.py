@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +137,20 @@ class PortableCheckpointIO(CheckpointIO):
             check_contents(checkpoint, path)
         else:
             path = checkpoint_at(path)
-            with self._saying_how_to_open(path):
+            device = "cpu" if map_location is None else map_location
+            try:
                 content = read_checkpoint(
-                    path,
-                    map_location="cpu" if map_location is None else map_location,
-                    weights_only=weights_only is not False,
-                    verify=self.verify,
+                    path, map_location=device, weights_only=weights_only is not False, verify=self.verify
                 )
+            except UnsafeCheckpointError as error:
+                trainer = self._trainer()
+                if trainer is not None and trainer.state.fn:
+                    name, shown = trainer.state.fn.value, printable_path(path)
+                    error.args = (
+                        f"{error}\n  If you trust its author and have Lightning 2.6, open all of it, which may run "
+                        f"code: trainer.{name}(model, ckpt_path={shown!r}, weights_only=False)",
+                    )
+                raise
             check_contents(content, path)
             checkpoint = own_all_but_weights(content, path)
         fitted: dict[str, Any] = self._fit_to_model(checkpoint, path)
@@ -173,21 +178,6 @@ class PortableCheckpointIO(CheckpointIO):
     def _model(self) -> LightningModule | None:
         trainer = self._trainer()
         return None if trainer is None else trainer.lightning_module
-
-    @contextlib.contextmanager
-    def _saying_how_to_open(self, path: str) -> Iterator[None]:
-        """Name the Trainer's argument with which it opens a file that holds more than plain data."""
-        try:
-            yield
-        except UnsafeCheckpointError as error:
-            trainer = self._trainer()
-            name = trainer.state.fn.value if trainer is not None and trainer.state.fn else ""
-            if name and "weights_only" in inspect.signature(getattr(trainer, name)).parameters:  # since Lightning 2.6
-                error.args = (
-                    f"{error}\n  If you trust its author, open all of it, which may run code: "
-                    f"trainer.{name}(model, ckpt_path={printable_path(path)!r}, weights_only=False)",
-                )
-            raise
 
     def _make_portable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         if not is_lightning_checkpoint(checkpoint):

@@ -56,7 +56,7 @@ class Configured(Lit):
         self.save_hyperparameters()
 
 
-@pytest.mark.follows("If you trust its author, open all of it, which may run code: ")
+@pytest.mark.follows("If you trust its author and have Lightning 2.6, open all of it, which may run ")
 @pytest.mark.skipif("weights_only" not in inspect.signature(Trainer.fit).parameters, reason="Lightning 2.6 added it")
 def test_settings_of_omegaconf_are_opened_as_the_error_says(tmp_path: Path) -> None:
     omegaconf = pytest.importorskip("omegaconf")
