@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import (
@@ -22,7 +22,7 @@ from lightning_gpu_tools.checkpoints.key_renaming import quoted
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
 from lightning_gpu_tools.checkpoints.state_dicts import weights_in, whole_weights
 from lightning_gpu_tools.checkpoints.structure import Structure, TensorInfo, compare_with_checksums, faults_of
-from lightning_gpu_tools.checkpoints.torch_loading import described_weights, load_file, refusal, with_numbers
+from lightning_gpu_tools.checkpoints.torch_loading import described_weights, load_file, loaded, refusal
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.units import printable_path
 
@@ -47,7 +47,7 @@ def read_checkpoint(
         if verify:
             compare_with_checksums(structure)
         try:
-            return _loaded(structure, lambda file: load_file(file, map_location, weights_only), map_location)
+            return loaded(structure, lambda file: load_file(file, map_location, weights_only), map_location)
         except UnsafeCheckpointError as error:
             with contextlib.suppress(CheckpointError):
                 weights_in(read_weights(path, opened=structure)[0], path)
@@ -92,7 +92,7 @@ def read_weights(
         return content
 
     with _opened(path, opened) as structure:
-        content = _loaded(structure, load, "cpu")
+        content = loaded(structure, load, "cpu")
     for entry, weights in all_state_dicts(content).items() if classes else ():
         # In a folder by torch.distributed.checkpoint, each object is loaded like a file of its own.
         plain = {key: value for key, value in weights.items() if not isinstance(value, (Opaque, TensorInfo))}
@@ -130,12 +130,3 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> tuple[Structure, tuple[st
 def _opened(path: str | os.PathLike[str], opened: Structure | None) -> Iterator[Structure]:
     with contextlib.nullcontext(opened) if opened else opened_source(path) as structure, faults_of(path):
         yield structure
-
-
-def _loaded(structure: Structure, load: Callable[[Structure], Any], map_location: Any) -> Any:
-    """Return the contents of an open file or folder; ``load`` returns those of a file."""
-    if structure.assemble is None:
-        return load(structure)
-    shards = structure.shards
-    content = structure.assemble({name: load(shards[name]) for name in structure.loaded})
-    return with_numbers(content, shards, map_location, lambda leaf: load(leaf) if isinstance(leaf, Structure) else leaf)

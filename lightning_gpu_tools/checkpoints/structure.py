@@ -98,19 +98,6 @@ class StorageInfo:
         return self.numel * BYTES_OF_DTYPE[self.dtype]
 
 
-@dataclass(slots=True, unsafe_hash=True)
-class TensorInfo:
-    """A tensor as described in the file."""
-
-    dtype: str  # "?" if unknown
-    shape: tuple[int, ...] | None  # None if unknown
-    storage: StorageInfo | None  # None if the numbers are not one block
-    offset: int = 0  # of the first number in the storage
-    strides: tuple[int, ...] | None = None  # None if it is contiguous
-    kind: str = ""  # "sparse", "quantized", the name of a subclass, ...; "" for plain numbers
-    is_parameter: bool = field(default=False, compare=False)  # or requires gradients, or has attributes
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """A block of a tensor, stored in one of the files."""
@@ -123,11 +110,18 @@ class Part:
 
 
 @dataclass(slots=True, unsafe_hash=True)
-class SplitTensorInfo(TensorInfo):
-    """A tensor whose numbers are stored in several places."""
+class TensorInfo:
+    """A tensor as described in the file."""
 
+    dtype: str  # "?" if unknown
+    shape: tuple[int, ...] | None  # None if unknown
+    storage: StorageInfo | None  # None if the numbers are not one block
+    offset: int = 0  # of the first number in the storage
+    strides: tuple[int, ...] | None = None  # None if it is contiguous
+    kind: str = ""  # "sparse", "quantized", the name of a subclass, ...; "" for plain numbers
+    is_parameter: bool = field(default=False, compare=False)  # or requires gradients, or has attributes
+    parts: tuple[Part, ...] = ()  # where its numbers are, if they are in several places
     laid_out: tuple[int, ...] = ()  # the shape that the parts fill: the tensor's own, or a flat one
-    parts: tuple[Part, ...] = ()  # empty until they are looked up
 
 
 def are_sizes(numbers: Sequence[Any]) -> bool:

@@ -25,7 +25,6 @@ from lightning_gpu_tools.checkpoints.structure import (
     MAX_DEPTH,
     Fault,
     Part,
-    SplitTensorInfo,
     StorageInfo,
     Structure,
     TensorInfo,
@@ -46,20 +45,20 @@ def load_file(structure: Structure, map_location: Any, weights_only: bool) -> An
     """
     if not structure.is_of_torch:
         make = _mapped(structure)
-        return OrderedDict((name, moved(make(info), map_location)) for name, info in structure.content.items())
+        return OrderedDict((name, _moved(make(info), map_location)) for name, info in structure.content.items())
     if weights_only:
         if refused := refusal(structure):
             raise refused
         _warn_of_old_torch()
         if map_location == "cpu":
-            with contextlib.suppress(NotPlainError):
+            with contextlib.suppress(_NotPlainError):
                 return _rebuilt(structure.content, _mapped(structure), {})
     file = structure.file
     mapped = bool(structure.records) and not isinstance(file, io.BytesIO)  # torch maps only zip files
     file.seek(0)
     try:
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call] # off by default in torch
-            source = path_of(file) if mapped else file
+            source = _path_of(file) if mapped else file
             return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mapped)
     except Exception as error:  # damaged or hostile bytes can cause any error in torch
         if weights_only and isinstance(error, pickle.UnpicklingError):
@@ -92,12 +91,12 @@ def described_weights(structure: Structure, entries: Entries) -> tuple[Any, dict
         for key, value in weights.items():
             try:
                 sets[entry][key] = _rebuilt(value, make, made)
-            except NotPlainError as error:  # noqa: PERF203 - costs nothing since Python 3.11
+            except _NotPlainError as error:  # noqa: PERF203 - costs nothing since Python 3.11
                 holds_tensors = any(isinstance(part, (TensorInfo, StorageInfo)) for part in parts_of(value))
                 # Without a dot, it may be an argument beside the weights.
                 is_weight = (holds_tensors or "." in key) and not key.endswith("_extra_state")
                 left_out[key] = printable(error) if is_weight else ""
-        with contextlib.suppress(AttributeError, NotPlainError):
+        with contextlib.suppress(AttributeError, _NotPlainError):
             sets[entry]._metadata = _rebuilt(weights._metadata, make, made)  # type: ignore[attr-defined]
     return put_weights(structure.content, sets), left_out
 
@@ -105,23 +104,23 @@ def described_weights(structure: Structure, entries: Entries) -> tuple[Any, dict
 def _mapped(structure: Structure, *, weights_alone: bool = False) -> Callable[[Any], Any]:
     """Return a function that maps a described tensor, in half of torch's time.
 
-    The function raises :class:`NotPlainError` for anything but a plain tensor, and makes parameters
+    The function raises :class:`_NotPlainError` for anything but a plain tensor, and makes parameters
     tensors if ``weights_alone``.
     """
-    file: Any = mapped_bytes(structure.file).untyped_storage()
+    file: Any = _mapped_bytes(structure.file)
     storages: dict[str, Any] = {}
 
     def make(leaf: Any) -> torch.Tensor:
         if not isinstance(leaf, TensorInfo):
-            raise NotPlainError(leaf.kind if isinstance(leaf, Opaque) else type(leaf).__name__)
+            raise _NotPlainError(leaf.kind if isinstance(leaf, Opaque) else type(leaf).__name__)
         is_plain = not leaf.kind and leaf.strides is not None and not leaf.dtype.startswith("q")
         if not is_plain or (leaf.is_parameter and not weights_alone):
-            raise NotPlainError(leaf.kind or leaf.dtype)
+            raise _NotPlainError(leaf.kind or leaf.dtype)
         storage: Any = leaf.storage
         if storage.key not in storages:  # its numbers are a part of the mapped file
             start = structure.places[storage.key]
             storages[storage.key] = file[start : start + storage.size_bytes]
-        empty: Any = torch.empty(0, dtype=dtype_of(leaf.dtype), device="cpu")
+        empty: Any = torch.empty(0, dtype=_dtype_of(leaf.dtype), device="cpu")
         mapped: torch.Tensor = empty.set_(storages[storage.key], leaf.offset, leaf.shape, leaf.strides)
         return mapped
 
@@ -155,7 +154,7 @@ def _rebuilt(value: Any, make: Callable[[Any], Any], made: dict[int, Any], depth
 _ATOMS = frozenset({str, int, float, bool, bytes, bytearray, type(None)})
 
 
-class NotPlainError(Exception):
+class _NotPlainError(Exception):
     """The error for a value that is more than plain data and plain tensors. The message is its kind."""
 
 
@@ -176,26 +175,26 @@ def refusal(structure: Structure) -> UnsafeCheckpointError | None:
     )
 
 
-def path_of(file: BinaryIO) -> str:
+def _path_of(file: BinaryIO) -> str:
     """Return a path of an open file, even if another file is now at its old path."""
     return f"/proc/self/fd/{file.fileno()}"
 
 
-def mapped_bytes(file: BinaryIO) -> torch.Tensor:
+def _mapped_bytes(file: BinaryIO) -> torch.UntypedStorage:
     """Return all bytes of an open file, mapped unless they are in memory."""
     if isinstance(file, io.BytesIO):
-        return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        return torch.frombuffer(file.getbuffer(), dtype=torch.uint8).untyped_storage()
     size_bytes = file.seek(0, os.SEEK_END)
-    return torch.from_file(path_of(file), shared=False, size=size_bytes, dtype=torch.uint8)
+    return torch.from_file(_path_of(file), shared=False, size=size_bytes, dtype=torch.uint8).untyped_storage()
 
 
-def moved(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
+def _moved(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
     """Return the tensor on the device ``map_location``, if that is a device or its name."""
     is_device = isinstance(map_location, (str, torch.device)) and str(map_location) != "cpu"
     return tensor.to(map_location) if is_device else tensor
 
 
-def dtype_of(name: str) -> torch.dtype:
+def _dtype_of(name: str) -> torch.dtype:
     """Return the dtype with this name; raise a :class:`Fault` if only a newer torch has it."""
     dtype: torch.dtype | None = getattr(torch, name, None)
     if dtype is None:
@@ -204,24 +203,24 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def with_numbers(
-    content: Any,
-    shards: Mapping[str, Structure],
-    map_location: Any,
-    made: Callable[[Any], Any],
-) -> Any:
-    """Return the content of a folder with descriptions replaced by tensors, and other leaves by ``made(leaf)``."""
+def loaded(structure: Structure, load: Callable[[Structure], Any], map_location: Any) -> Any:
+    """Return the contents of an open file or folder; ``load`` returns those of a file."""
+    if structure.assemble is None:
+        return load(structure)
+    shards = structure.shards
     numbers: dict[str, torch.UntypedStorage] = {}
 
     def replaced(leaf: Any) -> Any:
-        if not isinstance(leaf, SplitTensorInfo):
-            return made(leaf)
+        if isinstance(leaf, Structure):  # an object in a folder by torch.distributed.checkpoint
+            return load(leaf)
+        if not isinstance(leaf, TensorInfo) or not leaf.parts:
+            return leaf
         for part in leaf.parts:
             if part.file not in numbers and 0 not in part.shape:
-                numbers[part.file] = mapped_bytes(shards[part.file].file).untyped_storage()
-        return moved(_joined(leaf, numbers), map_location)
+                numbers[part.file] = _mapped_bytes(shards[part.file].file)
+        return _moved(_joined(leaf, numbers), map_location)
 
-    return _rebuilt(content, replaced, {})
+    return _rebuilt(structure.assemble({name: load(shards[name]) for name in structure.loaded}), replaced, {})
 
 
 class LazyTensor(torch.Tensor):
@@ -257,9 +256,9 @@ class LazyTensor(torch.Tensor):
         return self._make().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def _joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
+def _joined(info: TensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
     """Return a mapped tensor if its numbers are in one place; otherwise one that is rebuilt for each use."""
-    dtype, shape = dtype_of(info.dtype), info.shape or ()
+    dtype, shape = _dtype_of(info.dtype), info.shape or ()
     if len(info.parts) == 1:
         return _block(info.parts[0], dtype, numbers).reshape(shape)
 

@@ -25,11 +25,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     shape_of,
     weights_in,
 )
-from lightning_gpu_tools.errors import (
-    AmbiguousCheckpointError,
-    CheckpointError,
-    CheckpointMismatchError,
-)
+from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.patches import collector_paused
 from lightning_gpu_tools.units import checked, plural, printable, printable_path
 

@@ -11,11 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.checkpoints.content import (
-    MODEL_STATES,
-    is_lightning_checkpoint,
-    put_weights,
-)
+from lightning_gpu_tools.checkpoints.content import MODEL_STATES, is_lightning_checkpoint, put_weights
 from lightning_gpu_tools.checkpoints.formats.hugging_face import DTYPE_OF_SAFETENSORS
 from lightning_gpu_tools.checkpoints.inert_pickle import describe_unread
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, quoted

@@ -42,13 +42,7 @@ from lightning_gpu_tools.errors import (
 )
 from lightning_gpu_tools.files import remove
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.families import (
-    CheckpointIO,
-    GuardedCallback,
-    LightningModule,
-    Trainer,
-    overrides,
-)
+from lightning_gpu_tools.trainer.families import CheckpointIO, GuardedCallback, LightningModule, Trainer, overrides
 from lightning_gpu_tools.trainer.import_hooks import FABRICS, when_imported
 from lightning_gpu_tools.trainer.load_from_checkpoint import as_lightning_checkpoint
 from lightning_gpu_tools.units import checked, printable, printable_path

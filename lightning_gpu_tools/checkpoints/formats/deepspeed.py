@@ -14,7 +14,6 @@ from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
     Fault,
     Part,
-    SplitTensorInfo,
     Structure,
     TensorInfo,
     any_error_is,
@@ -64,7 +63,7 @@ def describe_folder(folder: Folder) -> Structure:
     loaded = models[0].name
     with any_error_is(damaged(_DAMAGE)):
         model: Mapping[str, Any] = models[0].content
-        split: dict[str, SplitTensorInfo] = {}
+        split: dict[str, TensorInfo] = {}
         if model["param_shapes"] is not None:  # None: nothing is split, stage 0
             _check_ranks(optimizers)
             if is_whole:
@@ -119,7 +118,7 @@ def _check_ranks(shards: Shards) -> None:
         )
 
 
-def _join_stages_1_and_2(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
+def _join_stages_1_and_2(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterator[tuple[str, TensorInfo]]:
     """Yield the parameters of stages 1 and 2, where each rank has a part of one row of numbers per group."""
     states = [shard.content[_OPTIMIZER] for shard in optimizers]
     paddings = states[0].get("param_alignment_paddings") or [[0] * len(shapes) for shapes in param_shapes]
@@ -139,7 +138,7 @@ def _join_stages_1_and_2(param_shapes: Sequence[Shapes], optimizers: Shards) -> 
             raise damaged(_DAMAGE)
 
 
-def _join_stage_3(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
+def _join_stage_3(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterator[tuple[str, TensorInfo]]:
     """Yield the parameters of stage 3, where each rank has a row with its part of each parameter."""
     groups = [shard.content[_OPTIMIZER][_GROUPS_OF_STAGE_3] for shard in optimizers]
     dtype = groups[0][0].dtype
@@ -152,7 +151,7 @@ def _join_stage_3(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterato
         raise damaged(_DAMAGE)
 
 
-def _join_frozen(models: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
+def _join_frozen(models: Shards) -> Iterator[tuple[str, TensorInfo]]:
     """Yield the frozen parameters, which are split in the same way but not stored with the optimizer."""
     for key, shape in (models[0].content["frozen_param_shapes"] or {}).items():
         fragments = [shard.content["frozen_param_fragments"][key] for shard in models]
@@ -175,7 +174,7 @@ def _length(row: Sequence[Piece]) -> int:
     return sum(numel for *_, numel in row)
 
 
-def _joined(dtype: str, shape: tuple[int, ...], rows: Sequence[Sequence[Piece]], at: int) -> SplitTensorInfo:
+def _joined(dtype: str, shape: tuple[int, ...], rows: Sequence[Sequence[Piece]], at: int) -> TensorInfo:
     """Return a tensor split into equal shares, one in each row from ``at`` on; the last share is padded."""
     left = math.prod(shape)
     share = -(-left // len(rows))
@@ -192,4 +191,4 @@ def _joined(dtype: str, shape: tuple[int, ...], rows: Sequence[Sequence[Piece]],
             skip, take, end = skip - skipped, take - taken, end + taken
         if take:
             raise damaged(_DAMAGE)
-    return SplitTensorInfo(dtype, shape, None, laid_out=(end,), parts=tuple(parts))
+    return TensorInfo(dtype, shape, None, laid_out=(end,), parts=tuple(parts))

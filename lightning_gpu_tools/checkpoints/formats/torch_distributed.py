@@ -19,7 +19,6 @@ from lightning_gpu_tools.checkpoints.structure import (
     Fault,
     Part,
     Record,
-    SplitTensorInfo,
     Structure,
     TensorInfo,
     any_error_is,
@@ -98,7 +97,7 @@ def describe_folder(folder: formats.Folder) -> Structure:
     return assembled(folder.path, "torch.distributed.checkpoint", shards, loaded, assemble)
 
 
-_Objects = dict[str, tuple[SplitTensorInfo | None, list[_Block]]]
+_Objects = dict[str, tuple[TensorInfo | None, list[_Block]]]
 
 
 def _read_metadata(file: BinaryIO) -> tuple[_Objects, Mapping[str, Any]]:
@@ -128,7 +127,7 @@ def _read_metadata(file: BinaryIO) -> tuple[_Objects, Mapping[str, Any]]:
         filled = [block for block in blocks if 0 not in block.shape]
         if not _make_up(shape, [tuple(zip(block.offsets, block.shape, strict=True)) for block in filled]):
             raise damaged(f"the parts of {printable(key)} do not make up its shape {printable(shape)}")
-        objects[key] = SplitTensorInfo(dtype, shape, None, laid_out=shape), filled or blocks[:1]
+        objects[key] = TensorInfo(dtype, shape, None, laid_out=shape), filled or blocks[:1]
     paths = metadata.get("planner_data")
     return objects, paths if isinstance(paths, Mapping) else {}
 
