@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.inert_pickle import Opaque, StandIn
@@ -18,7 +17,6 @@ Entries = Mapping[str, Mapping[str, Any]]  # sets of weights by the name of thei
 LIGHTNING_VERSION = "pytorch-lightning_version"
 # Entries of a Lightning checkpoint with the model's keys. WeightAveraging adds the second one.
 MODEL_STATES = ("state_dict", "current_model_state")
-_VERSION = re.compile(r"\d{1,9}(\.\d{1,9}){1,3}[\w.+-]{0,40}")
 # Arguments of classes. Tensors in them are not weights.
 _ARGUMENTS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
 _MAX_LEVELS = 3  # "callbacks", "StochasticWeightAveraging", "average_model_state"
@@ -68,46 +66,9 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
     return entries
 
 
-def check_training_state(content: Any, path: object) -> None:
-    """Raise if an entry of a Lightning checkpoint is not what Lightning writes, so that it cannot be restored."""
-    for name, fits in _RESTORED.items() if is_lightning_checkpoint(content) else ():
-        if name in content and not (isinstance(content[name], Opaque) or fits(content[name])):  # only its class knows
-            raise BrokenCheckpointError(
-                f"{printable_path(path)} cannot be resumed: its {name} is {describe_content(content[name])}, which no "
-                "Trainer writes. Use an earlier checkpoint, or load its weights with lightning_gpu_tools.load_weights."
-            )
-
-
 def is_named(value: Any) -> bool:
     """Return whether this is a dictionary with string keys."""
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-
-
-def _is_version(value: Any) -> bool:
-    return isinstance(value, str) and _VERSION.fullmatch(value) is not None
-
-
-def _are_loops(value: Any) -> bool:
-    names = {"fit_loop", "validate_loop", "test_loop", "predict_loop"}
-    return value is None or (isinstance(value, Mapping) and names <= value.keys())
-
-
-def _is_dictionary(value: Any) -> bool:
-    return value is None or isinstance(value, Mapping)
-
-
-def _are_dictionaries(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, (Mapping, Opaque)) for item in value)
-
-
-# Entries that a Trainer restores, and whether a value can be restored.
-_RESTORED: Mapping[str, Callable[[Any], bool]] = {
-    LIGHTNING_VERSION: _is_version,
-    "hyper_parameters": is_named,
-    "loops": _are_loops,
-    **dict.fromkeys(("callbacks", "current_model_state", "averaging_state"), _is_dictionary),
-    **dict.fromkeys(("optimizer_states", "lr_schedulers"), _are_dictionaries),
-}
 
 
 def is_state_dict(value: Any) -> bool:

@@ -284,24 +284,20 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
         return f"no numbers: {FROM_META}"
     is_of_its_kind = (
         value.layout is target.layout
-        and value.is_nested == target.is_nested
         and value.is_quantized <= target.is_quantized
         and (type(value) is type(target) or not (is_packed(value) or is_packed(target)))
     )
     if not is_of_its_kind:
         return f"{_kind(value)} instead of {_kind(target)}"
-    is_expanded = target.layout is torch.strided and any(
-        size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)
-    )
-    if is_expanded or (target.is_inference() and not torch.is_inference_mode_enabled()):
-        return "the model has an inference or expanded tensor; replace it with its clone()"
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        return "the model has an inference tensor; replace it with its clone()"
     return "" if value.dtype is target.dtype else changed_number(value, target.dtype)
 
 
 def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
     """Return a message about a number that a cast would change beyond rounding; ``""`` if there is none."""
     numbers = value.detach()
-    is_plain = type(numbers) is torch.Tensor and numbers.layout is torch.strided and not numbers.is_nested
+    is_plain = type(numbers) is torch.Tensor and numbers.layout is torch.strided
     if not is_plain or numbers.is_meta or numbers.is_quantized:
         return ""
     if numbers.is_complex():
@@ -328,5 +324,4 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
 def _kind(value: torch.Tensor) -> str:
     if is_packed(value):
         return f"a tensor of the class {printable(type(value).__name__)}"
-    layout = "nested" if value.is_nested else name_of(value.layout)
-    return f"a {'quantized ' * value.is_quantized}{layout} tensor"
+    return f"a {'quantized ' * value.is_quantized}{name_of(value.layout)} tensor"

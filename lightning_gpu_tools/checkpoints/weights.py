@@ -181,16 +181,8 @@ def fit_weights(model: nn.Module, entries: Entries, root: str | None, strict: bo
         return False
 
     others = filter(fits_as_well, others_of_this_model(fit.entry, entries)) if root is None else ()
-    of_fit = _entry_in_roots(fit.entry, entries)
-    attributes = (f"{of_fit}.{name}" if of_fit else name for name in fit.plan.others)
+    attributes = (f"{fit.entry}.{name}" if fit.entry else name for name in fit.plan.others)
     return fit._replace(others=(*others, *attributes))
-
-
-def _entry_in_roots(entry: str, entries: Entries) -> str:
-    """Return the name with which a root must begin to mean an attribute in this entry; ``""`` if none is needed."""
-    start, inside = f"{entry}.", f".{entry}."
-    is_needed = len(entries) > 1 or any(key.startswith(start) or inside in key for key in entries[entry])
-    return entry if is_needed else ""
 
 
 def _fit(model: nn.Module, entry: str, entries: Entries, root: str | None, strict: bool) -> Fit:
@@ -201,7 +193,7 @@ def _fit(model: nn.Module, entry: str, entries: Entries, root: str | None, stric
         keys,
         root=root,
         strict=strict,
-        entry=_entry_in_roots(entry, entries),
+        entry=entry,
         average=is_average(entry),
     )
     buffers = {key: name for key, name in plan.renames.items() if name not in state}

@@ -22,7 +22,6 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
     is_dense,
     others_of_this_model,
-    rename_optimizers,
     same_tensors,
     weights_in,
     whole_weights,
@@ -58,19 +57,17 @@ def write_safetensors(weights: Mapping[str, Any], path: str) -> None:
 
     For the format, see https://huggingface.co/docs/safetensors#format.
     """
-    # Half of a surrogate pair is not valid Unicode, and __metadata__ is the format's own entry.
     unfit = [
         key
         for key, value in weights.items()
-        if key == "__metadata__"
-        or key.encode(errors="ignore").decode() != key
+        if key == "__metadata__"  # the format's own entry
         or not (is_dense(value) and value.dtype in _SAFETENSORS_DTYPES)
         or _repeated_bytes(value) > _MAX_REPEATED_BYTES
     ]
     if unfit:
         raise CheckpointError(
             f"{printable_path(path)}: safetensors cannot store {list_groups(unfit)}. It stores only plain tensors with "
-            "valid UTF-8 names other than __metadata__. To keep them, use a suffix other than .safetensors."
+            "names other than __metadata__. To keep them, use a suffix other than .safetensors."
         )
     same = same_tensors(weights)
     first: dict[Hashable, str] = {}
@@ -146,8 +143,6 @@ def convert(
         write_checkpoint(converted[entry], target)
     else:
         whole = put_weights(content, converted)
-        if is_lightning_checkpoint(content) and entry in MODEL_STATES and "optimizer_states" in content:
-            whole["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
         write_checkpoint(whole, target)
     done = [plural(len(converted[entry]), "weight") + (f" of {quoted(entry)}" if others else ""), plan.describe()]
     if plan.unused:

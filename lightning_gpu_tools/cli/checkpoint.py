@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections import Counter
@@ -12,14 +11,13 @@ from typing import Any
 
 from lightning_gpu_tools.checkpoints import formats
 from lightning_gpu_tools.checkpoints.content import (
-    LIGHTNING_VERSION,
     check_contents,
     describe_content,
     is_lightning_checkpoint,
     shown_shape,
 )
 from lightning_gpu_tools.checkpoints.inert_pickle import beyond_plain_data, describe_unread
-from lightning_gpu_tools.checkpoints.key_tree import group_keys, is_wrapper_name
+from lightning_gpu_tools.checkpoints.key_tree import group_keys, is_wrapper_name, listed
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, SUFFIXES, Structure, TensorInfo
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.files import exists
@@ -27,8 +25,6 @@ from lightning_gpu_tools.patches import collector_paused
 from lightning_gpu_tools.units import format_bytes, format_duration, line_width, printable, printable_path, wrapped
 
 _ANY = "a file, a folder with a checkpoint or its shards, their index file, or the URL of a file"
-_SCHEMA_VERSION = 1  # of the JSON of `inspect`
-_IN_FIRST_LINES = frozenset({"epoch", "global_step", LIGHTNING_VERSION})
 _EXIT_CODES = "Exit code: 0 done; 1 failed, with the reason on stderr; 2 wrong usage."
 
 
@@ -47,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog=_EXIT_CODES,
     )
     inspect.add_argument("file", metavar="FILE", help=_ANY)
-    inspect.add_argument("--json", action="store_true", help="print JSON (sizes in bytes, null = unknown)")
     inspect.set_defaults(run=_inspect)
 
     verify = actions.add_parser(
@@ -85,88 +80,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @collector_paused()
 def _inspect(args: argparse.Namespace) -> int:
-    found = _summarize(formats.read_structure(args.file))
-    print(json.dumps(found) if args.json else _render(found))
+    print("\n".join(_describe(formats.read_structure(args.file))))
     return 0
 
 
-def _summarize(structure: Structure) -> dict[str, Any]:
-    """Return the facts about a file, ready for JSON. Sizes are in bytes; ``None`` means unknown."""
+def _describe(structure: Structure) -> list[str]:
+    """Return the facts about a file as lines, as wide as the terminal except for longer names."""
     content = structure.content
-    top = content if isinstance(content, Mapping) else {}
     entries = check_contents(content, structure.path)
-    version = top.get(LIGHTNING_VERSION)
     kind = "state_dict" if "" in entries else describe_content(content)
     if is_lightning_checkpoint(content):
         kind = "Lightning checkpoint"
-    wrappers: dict[str, Counter[str]] = {name: Counter() for name in entries}
-    for name, weights in entries.items():
-        for key in weights:
-            wrappers[name].update({segment for segment in key.split(".")[:-1] if is_wrapper_name(segment)})
-    return {
-        "schema_version": _SCHEMA_VERSION,
-        "path": structure.path,
-        "format": structure.format,
-        "shards": len(structure.shards) or None,
-        "size_bytes": structure.size_bytes,
-        "kind": kind,
-        "lightning_version": version if isinstance(version, str) and version else None,
-        "epoch": top["epoch"] if isinstance(top.get("epoch"), int) else None,
-        "global_step": top["global_step"] if isinstance(top.get("global_step"), int) else None,
-        "devices": sorted(structure.devices) or None,
-        "wrappers_in_keys": {name: dict(sorted(counts.items())) for name, counts in wrappers.items()},
-        "beyond_plain_data": beyond_plain_data(structure.globals),
-        "entries": {
-            name if isinstance(name, str) else printable(name): describe_content(value)
-            for name, value in (() if "" in entries else top.items())
-        },
-        "weights": {name: [_describe(key, info) for key, info in w.items()] for name, w in entries.items()},
-    }
-
-
-def _render(summary: Mapping[str, Any]) -> str:
-    """Return the summary as text, as wide as the terminal except for longer names."""
-    size = format_bytes(summary["size_bytes"])
-    files = f" in {summary['shards']} files" if (summary["shards"] or 0) > 1 else ""
-    lines = [f"{printable_path(summary['path'])}: {summary['kind']}, {size}, {summary['format']}{files}"]
-    facts = {
-        "epoch": summary["epoch"],
-        "step": summary["global_step"],
-        "Lightning": summary["lightning_version"],
-        "saved from": ", ".join(summary["devices"] or ()) or None,
-    }
-    lines.append("  " + ", ".join(f"{name} {printable(value)}" for name, value in facts.items() if value is not None))
-    for name, described in summary["entries"].items():
-        if name not in _IN_FIRST_LINES and name not in summary["weights"]:
-            lines.append(f"  {printable(name)}: {described}")
-    if summary["beyond_plain_data"]:
-        lines.append(f"  holds more than plain data: {', '.join(map(printable, summary['beyond_plain_data']))}")
+    files = f" in {len(structure.shards)} files" if len(structure.shards) > 1 else ""
+    size = format_bytes(structure.size_bytes)
+    lines = [f"{printable_path(structure.path)}: {kind}, {size}, {structure.format}{files}"]
+    if structure.devices:
+        lines.append(f"  saved from {listed(sorted(structure.devices))}")
+    for name, value in content.items() if isinstance(content, Mapping) and "" not in entries else ():
+        if name not in entries:
+            lines.append(f"  {printable(name)}: {describe_content(value)}")
+    if foreign := beyond_plain_data(structure.globals):
+        lines.append(f"  holds more than plain data: {', '.join(map(printable, foreign))}")
     lines = [wrapped(line, others="    ") for line in lines]  # without breaking names
-    for name, weights in summary["weights"].items():
-        lines += ["", *_weight_lines(name, weights, summary["wrappers_in_keys"][name])]
-    return "\n".join(lines)
+    for name, weights in entries.items():
+        lines += ["", *_weight_lines(name, weights)]
+    return lines
 
 
-def _weight_lines(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str, int]) -> list[str]:
-    numbers = sum(weight["numel"] or 0 for weight in weights)
-    total = sum(weight["bytes"] or 0 for weight in weights)
-    lines = [f"{printable(name or 'weights')}: {len(weights)} keys, {numbers:,} numbers, {format_bytes(total)}"]
+def _weight_lines(name: str, weights: Mapping[str, Any]) -> list[str]:
+    wrappers: Counter[str] = Counter()
+    groups: dict[tuple[Any, ...], list[str]] = {}  # keys that differ only in their numbers
+    numbers = total_bytes = 0
+    for key, info in weights.items():
+        segments = key.split(".")
+        wrappers.update({segment for segment in segments[:-1] if is_wrapper_name(segment)})
+        facts = _facts(info)
+        groups.setdefault((*facts, *(segment for segment in segments if not segment.isdigit())), []).append(key)
+        numbers += facts[2]
+        total_bytes += facts[3]
+    lines = [f"{printable(name or 'weights')}: {len(weights)} keys, {numbers:,} numbers, {format_bytes(total_bytes)}"]
     if wrappers:
-        lines.append("  in the keys: " + ", ".join(f'"{segment}." ({count})' for segment, count in wrappers.items()))
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for weight in weights:
-        words = [segment for segment in weight["key"].split(".") if not segment.isdigit()]
-        groups.setdefault((*words, str(weight["shape"]), weight["dtype"], weight["kind"]), []).append(weight)
+        counts = (f'"{segment}." ({count})' for segment, count in sorted(wrappers.items()))
+        lines.append("  in the keys: " + ", ".join(counts))
     rows = [("key", "shape", "dtype", "size")]
-    for members in groups.values():
-        shape = "-" if members[0]["shape"] is None else shown_shape(members[0]["shape"])
-        sizes = [member["bytes"] for member in members if member["bytes"] is not None]
-        size = format_bytes(sum(sizes)) if sizes else "-"
-        keys = ", ".join(group_keys(member["key"] for member in members))
-        kind = (members[0]["kind"] or "").rpartition(".")[2]
-        dtype = printable(f"{members[0]['dtype'] or '-'}{kind and f' ({kind})'}", 40)
-        rows.append((keys, shape, dtype, size))
+    for (shape, dtype, _, size_bytes, *_), keys in groups.items():
+        size = format_bytes(size_bytes * len(keys)) if size_bytes else "-"
+        rows.append((", ".join(group_keys(keys)), shape, dtype, size))
     return lines + _table(rows)
+
+
+def _facts(info: Any) -> tuple[str, str, int, int]:
+    """Return the shape and the dtype of a tensor, and how many numbers and bytes it has; 0 means unknown."""
+    if not isinstance(info, TensorInfo):
+        return "-", "-", 0, 0
+    numel = 0 if info.shape is None else math.prod(info.shape)
+    kind = info.kind.rpartition(".")[2]
+    # On the meta device, sparse, or of a class that packs its numbers.
+    is_block = info.storage is not None or not kind
+    shape = "-" if info.shape is None else shown_shape(info.shape)
+    dtype = printable(f"{info.dtype}{kind and f' ({kind})'}", 40)
+    return shape, dtype, numel, numel * BYTES_OF_DTYPE.get(info.dtype, 0) * is_block
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -181,24 +154,6 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
         aligned = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
         lines.append(f"  {name.ljust(first)}  {aligned}".rstrip())
     return lines
-
-
-def _describe(key: str, info: Any) -> dict[str, Any]:
-    if not isinstance(info, TensorInfo):
-        return {"key": key, **dict.fromkeys(("shape", "dtype", "kind", "numel", "bytes", "device"))}
-    numel = None if info.shape is None else math.prod(info.shape)
-    element_bytes = BYTES_OF_DTYPE.get(info.dtype)
-    if info.kind and info.storage is None:  # on the meta device, sparse, or of a class that packs its numbers
-        element_bytes = None
-    return {
-        "key": key,
-        "shape": info.shape,
-        "dtype": info.dtype,
-        "kind": info.kind or None,
-        "numel": numel,
-        "bytes": None if numel is None or element_bytes is None else numel * element_bytes,
-        "device": info.storage.location if info.storage else None,
-    }
 
 
 @collector_paused()

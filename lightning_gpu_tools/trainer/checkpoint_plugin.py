@@ -27,7 +27,6 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
     own_all_but_weights,
     read_model,
-    rename_optimizers,
     weights_in,
     wrapper_paths,
 )
@@ -237,8 +236,6 @@ class PortableCheckpointIO(CheckpointIO):
         own_what_modules_keep(fitted["state_dict"], fit.keys)
         if is_named(checkpoint.get("current_model_state")):
             fitted["current_model_state"] = fit.renamed(checkpoint["current_model_state"])
-        if "optimizer_states" in checkpoint:
-            fitted["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
         return fitted
 
 
@@ -283,5 +280,3 @@ def _clean(checkpoint: dict[str, Any], model: LightningModule) -> None:
         plan = RenamePlan(renames=clean_names(state, wrappers))
         if any(old != new for old, new in plan.renames.items()):
             checkpoint[name] = plan.apply(state)
-        if name == "state_dict" and "optimizer_states" in checkpoint:
-            checkpoint["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)

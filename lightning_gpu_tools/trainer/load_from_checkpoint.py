@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import inspect
@@ -93,12 +92,10 @@ def _build_module(
     if instantiator is None:
         values.pop("_class_path", None)
         return model_class(**values)
-    return _build_for_cli(model_class, path, instantiator, values)
+    return _build_for_cli(model_class, instantiator, values)
 
 
-def _build_for_cli(
-    model_class: type[Module], path: str | os.PathLike[str], instantiator: Any, values: dict[str, Any]
-) -> Module:
+def _build_for_cli(model_class: type[Module], instantiator: Any, values: dict[str, Any]) -> Module:
     if instantiator not in _CLI_INSTANTIATORS:
         raise UnsafeCheckpointError(
             f"The checkpoint requests {printable(repr(instantiator))} to build its model, but only LightningCLI's own "
@@ -113,14 +110,7 @@ def _build_for_cli(
                 f"The checkpoint requests the class {printable(repr(class_path))}, which is not a "
                 f"{model_class.__name__} that this program has imported. If you trust the checkpoint, import it first."
             )
-    try:
-        model: Module = lookup(model_class, "cli:instantiate_module")(model_class, values)
-    except argparse.ArgumentError as error:
-        raise BrokenCheckpointError(
-            f"{printable_path(path)} holds arguments that {model_class.__name__} does not accept: "
-            f"{printable(error, 300)}. Pass others as keyword arguments, or in an hparams_file."
-        ) from error
-    return model
+    return cast(Module, lookup(model_class, "cli:instantiate_module")(model_class, values))
 
 
 @checked

@@ -107,8 +107,6 @@ def _read_metadata(file: BinaryIO) -> tuple[_Objects, Mapping[str, Any]]:
     place_of: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
     for index, info in metadata["storage_data"].items():
         where = _state(info, "_StorageInfo")
-        if where.get("transform_descriptors"):
-            raise Fault("is compressed by an extension", "Load it with torch.distributed.checkpoint and save it again.")
         of = _state(index, "MetadataIndex")
         place_of[of["fqn"], of.get("offset")] = where["relative_path"], where["offset"], where["length"]
     objects: _Objects = {}

@@ -18,10 +18,8 @@ from lightning_gpu_tools.units import format_bytes, printable
 _ZIP_START = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30  # before the name of a record; ends with the lengths of the name and of the extra field
 _ENCRYPTED = 1 << 0
-# torch.serialization.MAGIC_NUMBER, pickled: in protocol 2 to 5, or 0.
-_LEGACY_START = re.compile(
-    rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L119547037146038801333356L\n\.", re.DOTALL
-)
+# torch.serialization.MAGIC_NUMBER, pickled in protocol 2 to 5.
+_LEGACY_START = re.compile(rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
 
 
 def recognizes(head: bytes) -> bool:
