@@ -167,9 +167,15 @@ def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
         return MemoryReading(allocated_bytes=allocated, reserved_bytes=peak, peak_reserved_bytes=peak)
 
     shape = (batch_size, 512)
-    first = StepMemory(step=1, batch_shape=shape, readings={"begin": reading(2 * GIB)})
-    moments = {"begin": reading(begin), "after_forward": reading(peak)}
-    last = StepMemory(step=9, batch_shape=shape, readings=moments, added_bytes=peak - begin)
+    first = StepMemory(step=1, batch_shape=shape, begin=reading(2 * GIB), end=reading(begin))
+    last = StepMemory(
+        step=9,
+        batch_shape=shape,
+        begin=reading(begin),
+        end=reading(begin),
+        added_bytes=peak - begin,
+        forward_bytes=peak - begin,
+    )
     events = (
         Block(10, peak - begin, grows=True),
         Block(2, -2 * GIB),
@@ -187,7 +193,8 @@ def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
         first_step=first,
         last_step=last,
         recorded=(replace(last, segments=held, events=events),),
-        peaks_bytes={"forward": peak},
+        peak_phase="forward",
+        peaks_bytes={"training": peak},
     )
 
 

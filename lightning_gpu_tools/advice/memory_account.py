@@ -22,7 +22,7 @@ TENSORS = {  # at their peak
     "other_tensors": "batch, and other tensors kept",
     "activations": "activations and temporaries",
 }
-CACHE = {"cache_reusable": "reusable", "cache_fragmented": "fragmented"}  # of torch's allocator
+CACHE = {"cache_reusable": "reusable"}  # of torch's allocator
 PARTS = {
     **TENSORS,
     **CACHE,
@@ -167,35 +167,36 @@ def _cut(sizes: Mapping[str, int], room_bytes: int) -> dict[str, int]:
 
 def _readings(rank: RankMemory) -> list[MemoryReading]:
     steps = (step for step in (rank.first_step, rank.last_step) if step is not None)
-    return [rank.latest, *(reading for step in steps for reading in step.readings.values())]
+    return [rank.latest, *(reading for step in steps for reading in (step.begin, step.end))]
 
 
 def _torch_parts(rank: RankMemory) -> dict[str, int]:
-    latest, readings = rank.latest, _readings(rank)
+    latest = rank.latest
     reserved_bytes = max(latest.reserved_bytes, latest.allocated_bytes)
-    nearest = max(readings, key=lambda reading: reading.allocated_bytes)
     # The peak before training may be from an earlier fit.
     peaks = {phase: size for phase, size in rank.peaks_bytes.items() if phase != "before_training"}
     peak_in = max(peaks, key=lambda phase: peaks[phase], default="")
     # The peak may date from before the allocator emptied its cache.
-    peak_bytes = min(max(peaks.get(peak_in, 0), nearest.allocated_bytes), reserved_bytes)
+    read_bytes = max(reading.allocated_bytes for reading in _readings(rank))
+    peak_bytes = min(max(peaks.get(peak_in, 0), read_bytes), reserved_bytes)
     held, step = rank.holdings or MemoryHoldings(), rank.last_step or rank.first_step
-    begin = latest if step is None else step.readings.get("begin", latest)
+    begin = latest if step is None else step.begin
     others_bytes = max(0, (rank.kept_bytes or begin.allocated_bytes) - held.between_steps_bytes)
     at_peak = {
         "parameters": held.parameters_bytes,
         "buffers": held.buffers_bytes,
         "optimizer_states": held.optimizer_bytes,
         # Forward has the gradients of the previous step, if they were not zeroed at its end.
-        "gradients": held.gradients_kept_bytes if peak_in in ("forward", "validation") else held.gradients_bytes,
+        "gradients": held.gradients_kept_bytes
+        if peak_in == "validation" or rank.peak_phase == "forward"
+        else held.gradients_bytes,
         "gradient_buckets": held.gradient_buckets_bytes,
         "workspaces": held.workspaces_bytes,
         "earlier_tensors": min(others_bytes, rank.earlier_bytes),
         "other_tensors": max(0, others_bytes - rank.earlier_bytes),
         "activations": peak_bytes,
     }
-    cache = {"cache_fragmented": nearest.inactive_split_bytes, "cache_reusable": reserved_bytes}
-    return {**_cut(at_peak, peak_bytes), **_cut(cache, reserved_bytes - peak_bytes)}
+    return {**_cut(at_peak, peak_bytes), "cache_reusable": reserved_bytes - peak_bytes}
 
 
 def _the_only_large_one(sample: GpuSample, ranks: int, reserved_bytes: int) -> frozenset[int] | None:

@@ -116,8 +116,7 @@ def levers(run: RunMeasurements, oom: OutOfMemory) -> str:
     if taken is not None:
         known.append(taken - oom.requested_bytes)
     if step is not None:
-        after = [step.readings[name] for name in ("after_forward", "before_backward") if name in step.readings]
-        known += [reading.allocated_bytes - step.readings["begin"].allocated_bytes for reading in after]
+        known.append(step.forward_bytes)
     activations = max(known)
     if not activations or in_validation(oom):
         return ""

@@ -37,7 +37,6 @@ from lightning_gpu_tools.loaders.settings import batch_shape
 from lightning_gpu_tools.memory.blocks import (
     MemoryRecorder,
     by_line,
-    ends_of,
     events_with_growth,
     find_peak,
     live_blocks,
@@ -48,8 +47,8 @@ from lightning_gpu_tools.memory.blocks import (
     with_phases,
 )
 from lightning_gpu_tools.memory.counters import read_memory
-from lightning_gpu_tools.memory.holdings import fixed_sizes_of, plain_tensors, workspace_sizes_of
-from lightning_gpu_tools.memory.readings import Block, MemoryLine, Segment, StepMemory
+from lightning_gpu_tools.memory.holdings import fixed_sizes, plain_tensors, workspace_sizes
+from lightning_gpu_tools.memory.readings import Block, MemoryLine, MemoryReading, Segment, StepMemory
 from lightning_gpu_tools.patches import frames_kept
 from lightning_gpu_tools.trainer.import_hooks import when_imported
 from lightning_gpu_tools.training import compat
@@ -294,7 +293,7 @@ class _Gpu:
             phase = last.phase if last is not None and step else ""  # there are no phases before training
             self.peak_bytes = found.size
             self.peak = Moment(step, phase, *(seen or ())[:3])
-            self.parts = parts_at(found, self._names, names, workspace_sizes_of(self.gpu))
+            self.parts = parts_at(found, self._names, names, workspace_sizes(self.gpu))
             self.lines = by_line(found.blocks.values())
         self._live = {block.address: block for block in live_blocks(self.gpu)}
         self._names = names
@@ -327,9 +326,9 @@ class _Gpu:
         self.is_complete &= self._is_whole
         events = [*self._between, *self._events]
         weights = {id(weight): weight for weight in weights}.values()
-        events, fixed = with_phases(events, ends_of(events)), fixed_sizes_of(self.gpu)
-        found = events_with_growth(events, weights, is_mixed=is_mixed, fixed=fixed)
-        self.steps.append(StepMemory(step=step, batch_shape=(batch_size,), events=found))
+        found = events_with_growth(with_phases(events), weights, is_mixed=is_mixed, fixed=fixed_sizes(self.gpu))
+        unread = MemoryReading(allocated_bytes=0, reserved_bytes=0)
+        self.steps.append(StepMemory(step=step, batch_shape=(batch_size,), begin=unread, end=unread, events=found))
 
 
 def _names(**parts: object) -> dict[int, str]:

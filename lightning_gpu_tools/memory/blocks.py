@@ -26,6 +26,7 @@ _HALF = 2  # bytes of a 16-bit number
 _BACKWARD = ("_engine_run_backward", "unpack_hook")
 # The outermost function of a thread that Python started. Backward's own threads have none of them.
 _OUTERMOST = ("<module>", "_run_module_as_main", "_bootstrap")
+_NEXT_PHASE = {"forward": "backward", "backward": "optimizer"}
 _DDP_FILE = "torch/nn/parallel/distributed.py"
 
 
@@ -178,21 +179,13 @@ def phase_of(stack: Stack) -> str:
     return "forward"
 
 
-def ends_of(events: Sequence[Block]) -> tuple[int, int]:
-    """Return the numbers of a step's allocations up to the end of forward, and of backward, by their phases."""
-    phases = [event.phase for event in events if event.size > 0]
-    end = len(phases)
-    before_backward = phases.index("backward") if "backward" in phases else end
-    of_optimizer = (number for number in range(before_backward, end) if phases[number] == "optimizer")
-    return before_backward, next(of_optimizer, end)
-
-
-def with_phases(events: Iterable[Block], ends: tuple[int, int]) -> list[Block]:
-    """Return the events of a step with the phase of each allocation. ``ends`` as in ``ends_of``."""
-    found, count = [], 0
+def with_phases(events: Iterable[Block]) -> list[Block]:
+    """Return the events of a step, which passes through forward, backward and the optimizer once, with their phases."""
+    found, phase = [], "forward"
     for event in events:
-        count += event.size > 0
-        phase = "forward" if count <= ends[0] else "backward" if count <= ends[1] else "optimizer"
+        if event.size > 0:
+            own = phase_of(event.stack)
+            phase = own if _NEXT_PHASE.get(phase) == own else phase
         found.append(event._replace(phase=phase))
     return found
 

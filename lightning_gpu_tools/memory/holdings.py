@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -42,11 +42,8 @@ class Training(Protocol):
         """Whether ranks meet only at the end of backward, and not in every layer as with FSDP or DeepSpeed."""
 
 
-def count_holdings(training: Training, batch: Set[int] = frozenset()) -> MemoryHoldings:
-    """Return the memory that training holds on its GPU now; no buffers without a model. 7 ms for 1,000 parameters.
-
-    ``batch`` has the addresses of its batch, which may be as large as a workspace of cuBLAS.
-    """
+def count_holdings(training: Training) -> MemoryHoldings:
+    """Return the memory that training holds on its GPU now; no buffers without a model. 7 ms for 1,000 parameters."""
     module, optimizers, weights = training.module, training.optimizers, weights_of(training)
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     of_gradients: set[int] = set()
@@ -67,34 +64,33 @@ def count_holdings(training: Training, batch: Set[int] = frozenset()) -> MemoryH
         buffers_bytes=0 if module is None else size([*module.buffers()]),
     )
     # cuBLAS' workspaces: tensors of exactly their size that are nothing else.
-    others, blocks = seen | of_gradients | batch, [] if training.gpu is None else live_blocks(training.gpu)
-    sizes = workspace_sizes_of(training.gpu) if blocks else ()
+    others, blocks = seen | of_gradients, [] if training.gpu is None else live_blocks(training.gpu)
+    sizes = workspace_sizes(training.gpu) if blocks else ()
     workspaces = (one.size for one in blocks if one.size in sizes and one.address not in others)
     return replace(held, workspaces_bytes=sum(workspaces))
 
 
-def workspace_sizes_of(gpu: torch.device | None) -> set[int]:
-    """Return the possible sizes of a workspace of cuBLAS on a GPU."""
-    return workspace_sizes(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""), torch.cuda.get_device_capability(gpu))
+def workspace_sizes(gpu: torch.device | None) -> set[int]:
+    """Return the possible sizes of the workspace that torch gives to a handle of cuBLAS on each stream of a GPU.
 
-
-def workspace_sizes(config: str, capability: tuple[int, int]) -> set[int]:
-    """Return the possible sizes of the workspace that torch gives to a handle of cuBLAS on each stream.
-
-    ``config`` is the environment variable ``CUBLAS_WORKSPACE_CONFIG``: pairs of KiB and a count, as in
-    ``:4096:2:16:8``. The defaults are those of torch's aten/src/ATen/cuda/CublasHandlePool.cpp: the second one is for
-    Hopper and, depending on the version, later GPUs.
+    The environment variable has pairs of KiB and a count, as in ``:4096:2:16:8``. The defaults are those of torch's
+    aten/src/ATen/cuda/CublasHandlePool.cpp: the second one is for Hopper and, depending on the version, later GPUs.
     """
-    pairs = [(int(kib), int(count)) for kib, count in re.findall(r":(\d+):(\d+)", config)]
+    pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if pairs:
-        return {sum(kib * count for kib, count in pairs) * 2**10}
-    return {8320 * 2**10, 32 * 2**20} if capability[0] >= _HOPPER else {8320 * 2**10}
+        return {sum(int(kib) * int(count) for kib, count in pairs) * 2**10}
+    is_large = torch.cuda.get_device_capability(gpu)[0] >= _HOPPER
+    return {8320 * 2**10, 32 * 2**20} if is_large else {8320 * 2**10}
 
 
-def fixed_sizes_of(gpu: torch.device | None) -> set[int]:
+def fixed_sizes(gpu: torch.device | None) -> set[int]:
     """Return the sizes of blocks that hold a workspace of cuBLAS or cuBLASLt on a GPU, whatever the batch size."""
-    lt_kib = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
-    return workspace_sizes_of(gpu) | {int(lt_kib) * 2**10 if lt_kib.isdecimal() else _LT_WORKSPACE}
+    return workspace_sizes(gpu) | {_LT_WORKSPACE}
+
+
+def trained_bytes(training: Training) -> int:
+    """Return the memory of the trained weights on its device, and thereby of their gradients."""
+    return _size([one for one in weights_of(training) if one.requires_grad], training.device, set())
 
 
 def weights_of(training: Training) -> list[torch.nn.Parameter]:

@@ -60,22 +60,15 @@ class MemoryLine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMemory:
-    """The memory of one training step.
-
-    ``readings`` has these moments in this order, if the step has and reaches them. The first four include the batch
-    and, with a Trainer, the first three include the old gradients.
-
-    - ``begin``
-    - ``after_forward``, only with automatic optimization
-    - ``before_backward``, the first one
-    - ``after_backward``
-    - ``end``, after the optimizer
-    """
+    """The memory of one training step."""
 
     step: int  # by the step clock, starting at 1
     batch_shape: tuple[int, ...] = ()  # of the first tensor of the batch; empty if unknown
-    readings: Mapping[str, MemoryReading] = field(default_factory=dict)
-    added_bytes: int = 0  # by its own allocations at their peak, or by those of the last step that was recorded
+    begin: MemoryReading  # includes the batch and, with a Trainer, the old gradients
+    end: MemoryReading  # after the optimizer
+    # By its own allocations, at their peak and at that of forward; else by those of the last step that was recorded.
+    added_bytes: int = 0
+    forward_bytes: int = 0
     # For a replay, not sent to other ranks:
     segments: tuple[Segment, ...] = ()  # when the step began, if it is the first one recorded
     events: tuple[Block, ...] = ()  # its allocations and releases, without stacks
@@ -126,8 +119,8 @@ class RankMemory:
     # The ten lines with the most memory: at the peak of the last recorded step, and left by earlier recorded steps.
     peak_lines: tuple[MemoryLine, ...] = ()
     kept_lines: tuple[MemoryLine, ...] = ()
-    # Peak of memory in tensors, by where it rose: before_training, forward, backward, optimizer, validation, or
-    # training if it rose between two readings.
+    peak_phase: str = ""  # of the last recorded step, in which it reached its peak; empty if unknown
+    # Peak of memory in tensors, by where it rose: before_training, training or validation.
     peaks_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -149,12 +149,9 @@ class FitTimer(Timer):
         is_automatic = model.automatic_optimization
         run = f"fit_loop.epoch_loop.{'automatic' if is_automatic else 'manual'}_optimization.run"
         if self._run.gpu is not None:
-            gpu, memory = self._measure_gpu_steps(self._run.gpu, run, phases.TRAINING_STEP)
-            around: dict[str, Callable[..., Any]] = {"backward": memory.around_backward}
-            if is_automatic:  # else it contains the whole step
-                around["training_step"] = memory.after_forward
+            gpu = self._measure_gpu_steps(self._run.gpu, run, phases.TRAINING_STEP)
             for part in ("training_step", "backward", "optimizer_step"):
-                self._wrap(f"strategy.{part}", partial(_sampled, gpu, memory, _STEP_PARTS[part], around.get(part)))
+                self._wrap(f"strategy.{part}", partial(gpu.part, _STEP_PARTS[part]))
         self._act_after(run)
         if not is_automatic:
             self._time("strategy.backward", phases.BACKWARD)
@@ -174,12 +171,12 @@ class FitTimer(Timer):
         if self.step_ended is not None:
             self._wrap(step, partial(_followed_by, self.step_ended))
 
-    def _measure_gpu_steps(self, device: torch.device, run: str, first_part: str) -> tuple[GpuTimeline, MemoryCounters]:
+    def _measure_gpu_steps(self, device: torch.device, run: str, first_part: str) -> GpuTimeline:
         gpu = self.rank_waits.gpu = self.clock.measure_gpu(device)
         memory = self.memory = MemoryCounters(self._run, self.clock)
         self.patches.put(torch.cuda, "CUDAGraph.replay", partial(before, self.clock.note_replay))
         self._wrap(run, partial(_measured_step, self.clock, gpu, memory, self._ending, first_part))
-        return gpu, memory
+        return gpu
 
     def _time(self, method: str, phase: str, except_in: str = "") -> None:
         self._wrap(method, partial(self.clock.timed, phase, except_in=except_in))
@@ -258,22 +255,6 @@ class EvaluationTimer(FitTimer):
             self._measure_gpu_steps(self._run.gpu, step, phases.FORWARD)
         self._act_after(step)
         clock.begin_epoch()
-
-
-def _sampled(
-    gpu: GpuTimeline,
-    memory: MemoryCounters,
-    phase: str,
-    around: Callable[..., Any] | None,
-    function: Callable[..., Any],
-) -> Callable[..., Any]:
-    """Wrap a function that runs a part of a step to measure it in the steps that are sampled or read."""
-    measured = gpu.part(phase, function if around is None else around(function))
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        return (measured if gpu.sample is not None or memory.is_reading else function)(*args, **kwargs)
-
-    return called
 
 
 def _followed_by(action: Callable[[Any], None], run: Callable[..., Any]) -> Callable[..., Any]:

@@ -311,16 +311,12 @@ class LoopTimer(Timer):
             return None
         self._had_backward = True
         self._note_training()
-        if self.memory is not None:
-            self.memory.note("before_backward", "forward")
         around = self.clock.current
         self._go_on(self._backward)
         return around if around is self._backward else self._rest
 
     def _backward_ends(self, after: Account) -> None:
         self._go_on(after)
-        if self.memory is not None:
-            self.memory.note("after_backward", "backward")
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_in_step():

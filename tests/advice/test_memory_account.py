@@ -33,17 +33,9 @@ RANK = RankMemory(
     holdings=MemoryHoldings(
         parameters_bytes=3 * GIB, gradients_bytes=3 * GIB, gradients_kept_bytes=3 * GIB, optimizer_bytes=6 * GIB
     ),
-    last_step=StepMemory(
-        step=9,
-        readings={
-            "begin": reading(13),
-            "after_forward": reading(18),
-            "before_backward": reading(15, in_pieces=1.5),
-            "after_backward": reading(13),
-            "end": reading(13),
-        },
-    ),
-    peaks_bytes={"before_training": 3 * GIB, "forward": 18 * GIB, "backward": 20 * GIB},
+    last_step=StepMemory(step=9, begin=reading(13), end=reading(13)),
+    peak_phase="backward",
+    peaks_bytes={"before_training": 3 * GIB, "training": 20 * GIB},
 )
 OWN = GpuProcess(pid=1, memory_used_bytes=25 * GIB)
 OTHER = GpuProcess(pid=2, memory_used_bytes=10 * GIB, user="ada", name="python")
@@ -101,18 +93,19 @@ def test_memory_without_a_known_owner_stays_unexplained(driver: dict[str, Any], 
     assert (account.explained_share is None) == (not beyond_torch)
 
 
-def test_pieces_between_tensors_are_told_from_whole_segments() -> None:
-    assert RANK.last_step is not None
-    readings = {**RANK.last_step.readings, "after_forward": reading(18, in_pieces=1.5)}
-    parts = in_gib(account_of([replace(RANK, last_step=replace(RANK.last_step, readings=readings))]))
-    assert (parts["cache_fragmented"], parts["cache_reusable"]) == (1.5, 2.5)
+@pytest.mark.parametrize(("peak_phase", "gradients"), [("forward", 1), ("backward", 3)])
+def test_forward_has_the_gradients_that_the_last_step_left(peak_phase: str, gradients: int) -> None:
+    assert RANK.holdings is not None
+    holdings = replace(RANK.holdings, gradients_kept_bytes=GIB)
+    parts = in_gib(account_of([replace(RANK, holdings=holdings, peak_phase=peak_phase)]))
+    assert parts["gradients"] == gradients
 
 
 def held(now: float, peak: float, *, before: float = 0.0) -> int:
     """Return the peak in GiB of what torch held in a training, by two steps, of which the first held 20 GiB."""
     latest = replace(reading(4, reserved=now), peak_reserved_bytes=int(peak * GIB))
-    first = StepMemory(step=1, readings=dict.fromkeys(("begin", "end"), reading(4, reserved=20)))
-    last = StepMemory(step=2, readings={"begin": latest})
+    first = StepMemory(step=1, begin=reading(4, reserved=20), end=reading(4, reserved=20))
+    last = StepMemory(step=2, begin=latest, end=latest)
     rank = replace(RANK, latest=latest, before_training=reading(0, reserved=before), first_step=first, last_step=last)
     return (account_of([rank]).peak_reserved_bytes or 0) // GIB
 
@@ -128,9 +121,8 @@ def test_the_reserved_peak_outlasts_the_cache_and_is_this_runs() -> None:
 sizes = st.integers(0, 2**40)
 readings = st.builds(MemoryReading, **dict.fromkeys(MemoryReading.__dataclass_fields__, sizes))
 holdings = st.builds(MemoryHoldings, **dict.fromkeys(MemoryHoldings.__dataclass_fields__, sizes))
-moments = ("begin", "after_forward", "before_backward", "after_backward", "end")
-steps = st.builds(StepMemory, step=st.just(1), readings=st.dictionaries(st.sampled_from(moments), readings))
-phases = st.sampled_from(["before_training", "forward", "backward", "validation"])
+steps = st.builds(StepMemory, step=st.just(1), begin=readings, end=readings)
+phases = st.sampled_from(["before_training", "training", "validation"])
 ranks = st.builds(
     RankMemory,
     latest=readings,
@@ -138,6 +130,7 @@ ranks = st.builds(
     holdings=st.none() | holdings,
     earlier_bytes=sizes,
     last_step=st.none() | steps,
+    peak_phase=st.sampled_from(["", "forward", "backward"]),
     peaks_bytes=st.dictionaries(phases, sizes),
 )
 processes = st.builds(GpuProcess, pid=st.integers(1, 5), memory_used_bytes=st.none() | sizes)

@@ -8,13 +8,13 @@ from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.memory import blocks
 from lightning_gpu_tools.memory.blocks import (
     by_line,
-    ends_of,
     events_with_growth,
     find_peak,
     parts_at,
@@ -59,8 +59,34 @@ def test_memory_adds_up_by_the_programs_innermost_line() -> None:
     ("config", "capability", "mib"),
     [("", (8, 9), {8.125}), ("", (9, 0), {8.125, 32}), (":4096:8", (8, 0), {32})],
 )
-def test_a_workspace_of_cublas_has_a_known_size(config: str, capability: tuple[int, int], mib: set[float]) -> None:
-    assert {size / 2**20 for size in workspace_sizes(config, capability)} == mib
+def test_a_workspace_of_cublas_has_a_known_size(
+    config: str, capability: tuple[int, int], mib: set[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
+    assert {size / 2**20 for size in workspace_sizes(None)} == mib
+
+
+# The phase of an allocation, by its stack
+
+
+def stack(*frames: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"filename": file, "line": 1, "name": function} for file, function in frames]
+
+
+def of_program(*frames: tuple[str, str]) -> list[dict[str, Any]]:
+    return stack(*frames, ("/home/train.py", "<module>"))
+
+
+TRAINED = ("/home/train.py", "forward")
+LAYER = ("/site-packages/torch/nn/modules/linear.py", "forward")
+ADAM = ("/site-packages/torch/optim/adam.py", "step")
+ENGINE = ("/site-packages/torch/autograd/graph.py", "_engine_run_backward")
+FOREACH = ("/site-packages/torch/utils/_foreach_utils.py", "group")
+RECOMPUTED = ("/site-packages/torch/utils/checkpoint.py", "unpack_hook")
+DDP = ("/site-packages/torch/nn/parallel/distributed.py", "_ddp_init_helper")
+# Of forward, backward and the optimizer.
+STACKS = of_program(LAYER, TRAINED), of_program(ENGINE, TRAINED), of_program(FOREACH, ADAM, TRAINED)
 
 
 BLOCK = 512
@@ -80,7 +106,7 @@ class Step(NamedTuple):
 forward = st.lists(st.builds(Tensor, st.integers(1, 50), st.just(True), st.integers(0, 12)), max_size=12)
 temporary = st.builds(Tensor, st.integers(1, 50), st.just(True), st.integers(1, 12))
 gradient = st.builds(Tensor, st.integers(1, 50), st.just(False), st.just(0))
-backward = st.lists(temporary | gradient, max_size=12)
+backward = st.lists(temporary | gradient, min_size=1, max_size=12)
 optimizer = st.lists(st.builds(Tensor, st.integers(1, 50), st.just(False), st.integers(0, 12)), max_size=6)
 
 
@@ -91,14 +117,15 @@ def steps(draw: st.DrawFn) -> Step:
     return Step([*chain(*parts)], (in_forward, in_backward))
 
 
-def recorded(tensors: list[Tensor], times: int) -> list[Block]:
+def recorded(step: Step, times: int) -> list[Block]:
     """Return the events of a step with a batch that is so many times as large, which frees at its end what it can."""
+    tensors = step.tensors
     events: list[Block] = []
     frees: dict[int, list[Block]] = {}
     for i, tensor in enumerate(tensors):
         size = tensor.blocks * BLOCK * (times if tensor.grows else 1)
         events += frees.pop(i, [])
-        events.append(Block(i, size))
+        events.append(Block(i, size, stack=STACKS[sum(i >= end for end in step.ends)]))
         if tensor.lives:
             frees.setdefault(i + tensor.lives, []).append(Block(i, -size))
     return [*events, *(event for late in frees.values() for event in late)]
@@ -106,44 +133,23 @@ def recorded(tensors: list[Tensor], times: int) -> list[Block]:
 
 @given(steps(), st.integers(1, 40))
 def test_a_step_at_one_size_tells_what_it_is_at_another(step: Step, times: int) -> None:
-    found = events_with_growth(with_phases(recorded(step.tensors, 1), step.ends), (), is_mixed=False, fixed=())
+    found = events_with_growth(with_phases(recorded(step, 1)), (), is_mixed=False, fixed=())
     scaled = [event.size * (times if event.grows else 1) for event in found if event.size > 0]
-    larger = recorded(step.tensors, times)
+    larger = recorded(step, times)
     assert scaled == [event.size for event in larger if event.size > 0]
     # What is live at the peak is what was allocated up to then, each in its phase.
-    peak = find_peak({}, with_phases(larger, step.ends))
+    peak = find_peak({}, with_phases(larger))
     assert peak.size == max(accumulate((event.size for event in larger), initial=0))
     assert peak.size == sum(block.size for block in peak.blocks.values())
-    for address, block in peak.blocks.items():
-        phase = "forward" if address < step.ends[0] else "backward" if address < step.ends[1] else "optimizer"
-        assert block.phase == phase
+    assert all(block.phase == phase_of(block.stack) for block in peak.blocks.values())
 
 
 def test_blocks_of_a_fixed_size_do_not_grow() -> None:
     """Count only those that stay: an output of the same size does not."""
     events = [Block(1, 1000), Block(2, 1001), Block(3, 1000), Block(3, -1000)]
-    found = events_with_growth(with_phases(events, (3, 3)), (), is_mixed=False, fixed={1000})
+    in_forward = [event._replace(phase="forward") for event in events]
+    found = events_with_growth(in_forward, (), is_mixed=False, fixed={1000})
     assert [event.grows for event in found[:3]] == [False, True, True]
-
-
-# In a dry run, phases are those of the stacks
-
-
-def stack(*frames: tuple[str, str]) -> list[dict[str, Any]]:
-    return [{"filename": file, "line": 1, "name": function} for file, function in frames]
-
-
-def of_program(*frames: tuple[str, str]) -> list[dict[str, Any]]:
-    return stack(*frames, ("/home/train.py", "<module>"))
-
-
-TRAINED = ("/home/train.py", "forward")
-LAYER = ("/site-packages/torch/nn/modules/linear.py", "forward")
-ADAM = ("/site-packages/torch/optim/adam.py", "step")
-ENGINE = ("/site-packages/torch/autograd/graph.py", "_engine_run_backward")
-FOREACH = ("/site-packages/torch/utils/_foreach_utils.py", "group")
-RECOMPUTED = ("/site-packages/torch/utils/checkpoint.py", "unpack_hook")
-DDP = ("/site-packages/torch/nn/parallel/distributed.py", "_ddp_init_helper")
 
 
 @pytest.mark.parametrize(
@@ -184,5 +190,5 @@ def test_the_parts_at_the_peak_of_a_step() -> None:
         "workspaces": 8,
         "gradients": 200,
     }
-    assert ends_of(events) == (2, 3)
+    assert [event.phase for event in with_phases(events)] == [*["forward"] * 3, *["backward"] * 2, "optimizer"]
     assert find_peak(before, ()).blocks == before

@@ -26,7 +26,7 @@ from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.reports.text import render_text
 
 MIB, GIB = 2**20, 2**30
-WIDTH, BATCH = 2048, 4096
+WIDTH, BATCH = 2048, 4000
 PARAMETERS = 4 * (2 * (WIDTH * WIDTH + WIDTH) + WIDTH + 1)
 STATES = 2 * PARAMETERS  # what counts steps is on the host
 HIDDEN = 4 * BATCH * WIDTH  # what a layer's output takes
@@ -109,7 +109,7 @@ def test_a_report_accounts_for_the_memory_of_the_gpu(
     assert parts["buffers"] == MIB
     assert parts["activations"] >= 2 * HIDDEN
     assert parts["earlier_tensors"] >= held.nbytes
-    size = max(workspace_sizes("", torch.cuda.get_device_capability()))
+    size = max(workspace_sizes(None))
     assert parts["workspaces"] == 2 * size  # of the handles in forward and in backward
     assert parts["other_tensors"] >= HIDDEN  # the batch
     assert 100 * MIB < parts["context"] < 2 * GIB

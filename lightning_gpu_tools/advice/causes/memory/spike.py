@@ -24,7 +24,7 @@ from lightning_gpu_tools.advice.out_of_memory import (
     taken_bytes,
 )
 from lightning_gpu_tools.memory.readings import OutOfMemory
-from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, OUTSIDE_LOOP, VALIDATION, base_phase
+from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, OUTSIDE_LOOP, base_phase
 from lightning_gpu_tools.units import format_bytes
 
 _MIN_TIMES = 1.5  # our default: how many times the elements of the median batch, or the memory of other steps
@@ -80,13 +80,8 @@ def _usual_step_bytes(oom: OutOfMemory) -> int:
     memory, last = oom.memory, None if oom.memory is None else oom.memory.last_step
     if memory is None or last is None or not has_completed_steps(oom, full=True):
         return 0
-    begin = last.readings["begin"].allocated_bytes
-    peaks = [size for phase, size in memory.peaks_bytes.items() if phase not in ("before_training", VALIDATION)]
-    return max(
-        max(reading.allocated_bytes for reading in last.readings.values()) - begin,
-        max(peaks, default=begin) - begin,
-        last.added_bytes,
-    )
+    most = max(last.end.allocated_bytes, memory.peaks_bytes.get("training", 0))
+    return max(most - last.begin.allocated_bytes, last.added_bytes)
 
 
 CAUSE = Cause(
