@@ -54,8 +54,8 @@ def _facts(**options: Any) -> dict[str, Any]:
 
 
 _IN_GETITEM = (SourceLine(phase="data_loading", file="data.py", line=41, function="__getitem__", samples=200),)
-_WAITS_FOR_RANKS = dataclasses.replace(sampled_idle(), step_s={RANK_WAIT_IN_STEP: 20 * 0.020})
-_ON_STORAGE = LoadingFacts(samples=50, storage_wait_share=0.6)
+_WAITS_FOR_RANKS = dataclasses.replace(sampled_idle(), steps_s=[{RANK_WAIT_IN_STEP: 0.020}])
+_ON_STORAGE = LoadingFacts(storage_wait_share=0.6)
 MEASURED = {
     ".item() in every step": sick("device_sync", 0.5, "train.py:42"),
     "many small kernels": sick("launch_bound", 0.6, "torch.compile"),

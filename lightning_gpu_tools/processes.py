@@ -35,8 +35,8 @@ def read_kernel_file(path: str | os.PathLike[str]) -> str:
         return ""
 
 
-def process_stat(pid: int) -> ProcessStat | None:
-    """Return the kernel's facts about a process; ``None`` if it has ended or is hidden."""
+def process_stat(pid: int | str) -> ProcessStat | None:
+    """Return facts about a process, or a thread ``"PID/task/TID"``; ``None`` if it has ended or is hidden."""
     head, _, rest = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")  # after the name, which may contain ")"
     fields = rest.split()  # from the third one on
     if not fields:

@@ -11,10 +11,9 @@ from statistics import fmean
 from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 from lightning_gpu_tools.memory.readings import MemoryLine
-from lightning_gpu_tools.training.dataset import Storage
 from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, SourceLine
-from lightning_gpu_tools.units import format_bytes, printable, printable_path
+from lightning_gpu_tools.units import format_bytes, printable
 
 SHARED_GPU: Final = "shared_gpu"  # a verdict; a cause has the same name
 Verdict = Literal["healthy", "low", "too_short", "shared_gpu", "unknown", "out_of_memory"]
@@ -54,8 +53,7 @@ class Finding:
         ceiling_lower: Lower 95% bound of ``ceiling``; equal to it if the share was counted, not sampled.
         evidence: Numbers with the unit in the name, and text. ``"phase"`` is its line of the time tree, and
             ``"kind"`` the subtype of ``data_loading``, ``slowing_down`` and ``cpu_contention``. ``"source_lines"``
-            are the program's lines that take most of the time: ``"data.py:41 in decode (62%)"``. ``"storage_path"``
-            is where the data or the checkpoints are, and ``"file_system"`` its type: ``"nfs4"``. For a torch
+            are the program's lines that take most of the time: ``"data.py:41 in decode (62%)"``. For a torch
             DataLoader, ``"speedup"`` is the estimate for ``"predicted_num_workers"`` workers, with a range from
             ``"speedup_lower"`` to ``"speedup_upper"``.
         why: What happens and what it costs, in sentences.
@@ -240,19 +238,9 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     return means[24], means[974]
 
 
-def storage_sentence(storage: Storage | None, subject: str = "") -> str:
-    """Return a sentence after a space: ``" /data is on nfs4, a network file system."``; empty if it is unknown."""
-    if storage is None:
-        return ""
-    kind = ", a network file system" if storage.is_network else ", which is memory" if storage.is_memory else ""
-    return f" {subject}{printable_path(storage.path)} is on {printable(storage.file_system)}{kind}."
-
-
-def evidence_of_storage(storage: Storage | None) -> Evidence:
-    """Return a storage as evidence."""
-    if storage is None:
-        return {}
-    return {"storage_path": printable_path(storage.path), "file_system": printable(storage.file_system)}
+def sentence_of(storage: str, subject: str = "") -> str:
+    """Return where files are as a sentence after a space; empty if it is unknown."""
+    return f" {subject}{printable(storage)}." if storage else ""
 
 
 # --- source lines that take the time of a phase, by their number of samples -------------------------------------------

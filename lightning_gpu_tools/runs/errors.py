@@ -210,7 +210,6 @@ def _with_gpus(found: OutOfMemory, recorder: RunRecorder | None, run: Run) -> Ou
     )
     if recorder is None or not listed or not nvml.pids_are_ours() or foreign:
         return found
-    recorder.ranks.exchange.read_node()
     job_pids, watch = recorder.ranks.pids_on_node(), recorder.gpus.watch
     if job_pids is None:
         return found

@@ -227,12 +227,12 @@ def _own_gpu_s(run: Run, timer: Timer) -> dict[str, float]:
     idle, waits = timer.clock.gpu_idle(), timer.rank_waits
     if not run.is_plain_ddp or waits.unseen_on_gpu or any(map(waits.waited_within, (FORWARD, OPTIMIZER))):
         return {}
-    if idle is None or len(idle.last_steps) < _MIN_GPU_SAMPLES:
+    if idle is None or len(idle.steps_s) < _MIN_GPU_SAMPLES:
         return {}
-    if BACKWARD not in idle.last_steps[-1]:  # it is inside a CUDA graph, and so is the wait
+    if BACKWARD not in idle.steps_s[-1]:  # it is inside a CUDA graph, and so is the wait
         return {}
     own = (FORWARD, BACKWARD, OPTIMIZER)
-    return {phase.partition("/")[2]: _usual_s(step.get(phase, 0.0) for step in idle.last_steps) for phase in own}
+    return {phase.partition("/")[2]: _usual_s(step.get(phase, 0.0) for step in idle.steps_s) for phase in own}
 
 
 def _usual_s(sampled_s: Iterable[float]) -> float:

@@ -44,8 +44,8 @@ class RunLoaders:
         reader: SafeReader,
         began_cpu_s: float | None,
     ) -> None:
-        self.workers = WorkerWatch(lambda: run.iterator)
         self._run, self._clock = run, clock
+        self.workers = self._watch()
         self._samples = waits
         self._read = reader.read
         self._since = began_cpu_s, 0  # the children's CPU time, and the step, when these settings began
@@ -56,6 +56,9 @@ class RunLoaders:
             self._read_facts(loader)
         clock.ready_batches = self._ready_batches
         clock.warm_up_steps = max(clock.warm_up_steps, 2 * clock.ready_batches)
+
+    def _watch(self) -> WorkerWatch:
+        return WorkerWatch(lambda: self._run.iterator, lambda: self._clock.steps)
 
     @property
     def settings(self) -> LoaderSettings | None:
@@ -75,7 +78,7 @@ class RunLoaders:
         if clock.steps >= self._next_poll and clock.since_s >= self._next_poll_s:
             self._next_poll = clock.steps + _POLL_EVERY_STEPS
             self._next_poll_s = clock.since_s + _POLL_EVERY_S
-            self._read("the loader's workers", partial(self.workers.poll, clock.steps), None)
+            self._read("the loader's workers", self.workers.after_step, None)
             self._follow()
 
     def _follow(self) -> None:
@@ -83,19 +86,18 @@ class RunLoaders:
         slowest = self._slowest(waits)
         if slowest is not None and waits[slowest] > _MUCH_SLOWER * waits[self._run.slowest]:
             self._run.slowest = slowest
-            pids, self.workers = self.workers.pids, WorkerWatch(lambda: self._run.iterator)
+            pids, self.workers = self.workers.pids, self._watch()
             self.workers.pids = pids
             return
         before, self._all = self._all, self._read_settings()
         if any(self._all) and self._all != before:  # NumWorkersFinder has changed them: only the new ones count
             self._since = self._read("the workers' CPU time", children_cpu_s, None), self._clock.steps
-            self.workers.unseen = None
             self._clock.ready_batches = self._ready_batches
             self._clock.begin_anew()
 
-    def poll_threads(self) -> float:
-        """Poll the threads of the workers, in any thread, and return the seconds until the next poll."""
-        return self._read("the threads of the loader's workers", self.workers.poll_threads, math.inf)
+    def poll(self) -> float:
+        """Sample the workers, in any thread, and return the seconds until the next poll."""
+        return self._read("the loader's workers", self.workers.poll, math.inf)
 
     def loading(self) -> LoadingFacts | None:
         """Return the observations of the workers."""

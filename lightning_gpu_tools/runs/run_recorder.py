@@ -27,7 +27,7 @@ from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import SafeReader
 from lightning_gpu_tools.training.cores import CoreUse, CoreUsers, in_reach
-from lightning_gpu_tools.training.dataset import DatasetGrowth, Storage, path_of_data, storage_of
+from lightning_gpu_tools.training.dataset import DatasetGrowth, path_of_data, storage_of
 from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.run_measurements import (
     LoadingFacts,
@@ -73,8 +73,7 @@ class RunRecorder:
         self._clock = clock = timer.clock
         self._is_monitored = is_monitored
         self._on_gpu = bool(run.gpus)
-        self._storage: Storage | None = None  # of the dataset
-        self._checkpoint_storage: Storage | None = None
+        self._storage = self._checkpoint_storage = ""
         self._readings: dict[Quantity, Timeline] = {}
         self._batch_items: deque[int | None] = deque(maxlen=_MAX_BATCHES)  # of completed steps
         self.memory = timer.memory  # of this rank's GPU
@@ -96,12 +95,12 @@ class RunRecorder:
 
     def jobs(self) -> Iterator[tuple[str, Callable[[], float]]]:
         """Yield what to call in the background: a name, and a function that returns the seconds until the next call."""
+        yield "Sampling the loader's workers", self.loaders.poll
         if self.run.place.rank == 0:
             if self._is_monitored:
                 yield "Sampling the memory", self._poll_memory
                 yield "Measuring the dataset", self._dataset.poll
             yield "Sampling the use of the cores", self.cores.users.poll
-            yield "Sampling the threads of the loader's workers", self.loaders.poll_threads
             yield "Reading the compilations of torch.compile", self.compilations.poll
             yield "Reading the storage", self._read_storage
             yield "Sampling quantities that may grow", self._poll_readings
@@ -117,10 +116,8 @@ class RunRecorder:
     @property
     def unseen(self) -> list[str]:
         """The facts that could not be measured with this version of torch or Lightning, or not be read."""
-        clock, loader = self._clock, self.loaders.settings
+        clock = self._clock
         found = [*self._timer.unseen, *(f"{what} ({why})" for what, why in sorted(self.reader.unread.items()))]
-        if loader is not None and loader.num_workers:
-            found += sorted(self.loaders.workers.unseen or ())
         if self.gpus.watch is not None and self.ranks.exchange.ranks < self.run.place.world_size:
             found.append("torch.distributed's store")
         found += clock.unseen
@@ -156,13 +153,9 @@ class RunRecorder:
         return self.history.poll() if self._clock.steps > WARM_UP_STEPS else _WARM_UP_POLL_S
 
     def _read_storage(self) -> float:
-        """Read the file systems of the dataset and of checkpoints, once."""
-        read, loader = self.reader.read, self.run.loader
-        dataset = None if loader is None else loader.dataset
-        self._storage = read("the storage of the dataset", lambda: storage_of(path_of_data(dataset)), None)
-        self._checkpoint_storage = read(
-            "the storage of checkpoints", lambda: storage_of(self.run.checkpoint_folder), None
-        )
+        dataset = None if self.run.loader is None else self.run.loader.dataset
+        self._storage = storage_of(path_of_data(dataset))
+        self._checkpoint_storage = storage_of(self.run.checkpoint_folder)
         return math.inf
 
     def _poll_readings(self) -> float:

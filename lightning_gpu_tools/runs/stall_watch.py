@@ -177,12 +177,12 @@ class StallWatch:
         """Sample the activity of this process and its workers."""
         iterator = compat.iterator_waited_for(frames)
         pids, awaited = compat.worker_pids(iterator)[:_MAX_WORKERS], compat.awaited_worker(iterator) or 0
-        places = [(os.getpid(), self._native_thread), *((pid, None) for pid in pids)]
-        before_s = [cpu_seconds(*place) for place in places]
+        own = f"{os.getpid()}/task/{self._native_thread}"
+        before_s = {place: cpu_seconds(place) for place in (own, *map(str, pids))}
         time.sleep(_SAMPLE_S)
         process, *workers = [
-            ProcessFacts(place[0], *activity(*place), (cpu_seconds(*place) - cpu_s) / _SAMPLE_S)
-            for place, cpu_s in zip(places, before_s, strict=True)
+            ProcessFacts(int(place.partition("/")[0]), *activity(place), (cpu_seconds(place) - cpu_s) / _SAMPLE_S)
+            for place, cpu_s in before_s.items()
         ]
         if awaited < len(workers):
             workers[awaited] = workers[awaited]._replace(stack=self._timer.worker_lines.stacks.ask(pids[awaited]))

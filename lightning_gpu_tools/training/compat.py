@@ -72,17 +72,6 @@ def collective_records() -> list[bytes]:
     return [dump() for dump in dumps if dump is not None]
 
 
-# Attributes that the functions below read.
-_OF_ITERATOR = ("_workers", "_task_info", "_data_queue")
-
-
-def missing_of_iterator(iterator: object) -> set[str]:
-    """Return the names of the attributes above that a DataLoader's iterator lacks."""
-    if iterator is None:
-        return {"the DataLoader's iterator"}
-    return {f"{type(iterator).__name__}.{name}" for name in _OF_ITERATOR if not hasattr(iterator, name)}
-
-
 def workers(iterator: object) -> list[BaseProcess]:
     """Return the workers of a DataLoader's iterator. Without it, they are not watched."""
     return list(getattr(iterator, "_workers", None) or ())

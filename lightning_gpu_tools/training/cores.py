@@ -27,20 +27,13 @@ from lightning_gpu_tools.host import (
 from lightning_gpu_tools.processes import ProcessStat, process_stat
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import SafeReader
-from lightning_gpu_tools.training.run_measurements import MANY_THREADS, CoreFacts, CoreUser, LoadingFacts, StepBlock
-from lightning_gpu_tools.training.stacks import (
-    ThreadTimes,
-    added_times,
-    io_counters,
-    read_proc,
-    stat_fields,
-    thread_times,
-)
+from lightning_gpu_tools.training.run_measurements import CoreFacts, CoreUser, LoadingFacts, StepBlock
+from lightning_gpu_tools.training.stacks import ThreadTimes, added_times, io_counters, thread_times
 from lightning_gpu_tools.units import user_name
 
 # Our defaults.
 _INTERVAL_S = 1.0
-_SCAN_SHARE = 0.01  # of the background thread's time, at most, for listing processes
+_SCAN_SHARE = 0.01  # of the background thread's time, at most, for listing processes or threads
 _CONTENDED = 0.05  # half of the reporting threshold; below it, other processes are not listed
 _MAX_POINTS = 60  # of bytes read from storage; beyond that, every second point is dropped
 LONG_WAIT_S = 0.001  # shorter waits for data do not count, here and in the diagnosis
@@ -76,12 +69,12 @@ class ThreadWait:
 
 
 class CoreUsers:
-    """The CPU time on this job's cores while the training thread waits for one: of other programs, and of children.
+    """Who uses this job's cores while the training thread waits for one: other programs, and its own children.
 
-    Children are this process's descendants that are not workers of a loader.
+    Children are descendants of this process that are not workers of a loader.
 
-    ``waited_s`` returns the thread's wait so far. ``rank_pids`` returns the processes of this job's ranks on the
-    machine, and ``worker_pids`` the workers of this process. The descendants of ranks also count as the job's.
+    ``waited_s`` returns the thread's wait so far, ``rank_pids`` the processes of this job's ranks on the machine, whose
+    descendants count as the job's, and ``worker_pids`` the workers of this process.
     """
 
     def __init__(
@@ -91,58 +84,57 @@ class CoreUsers:
         worker_pids: Callable[[], Iterable[int]],
     ) -> None:
         self._waited_s, self._rank_pids, self._worker_pids = waited_s, rank_pids, worker_pids
-        self._waited_before_s, self._polled_s = waited_s(), monotonic()
+        self._polled = monotonic(), waited_s()
         self._before: dict[int, ProcessStat] = {}
-        self._before_s = self._watched_s = 0.0
-        self._of_others: defaultdict[tuple[str, str], float] = defaultdict(float)  # seconds by user and name
-        self._of_children: defaultdict[str, float] = defaultdict(float)  # seconds by name
+        self._watched_s = 0.0
+        # By user and name; children have no user.
+        self._used_s: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     @property
     def other(self) -> CoreUser | None:
         """The program of others that used the cores most."""
-        if not (used_s := dict(self._of_others)):
-            return None
-        user, name = max(used_s, key=used_s.__getitem__)
-        return CoreUser(user=user, name=name, cores=used_s[user, name] / self._watched_s)
+        used_s = {of: seconds for of, seconds in self._used_s.copy().items() if of[0]}
+        return self._user(used_s, max(used_s.values(), default=0.0))
 
     @property
     def children(self) -> CoreUser | None:
         """All children together, with the name of those that used the cores most."""
-        if not (used_s := dict(self._of_children)):
+        used_s = {of: seconds for of, seconds in self._used_s.copy().items() if not of[0]}
+        return self._user(used_s, sum(used_s.values()))
+
+    def _user(self, used_s: dict[tuple[str, str], float], seconds: float) -> CoreUser | None:
+        if not used_s:
             return None
-        name = max(used_s, key=used_s.__getitem__)
-        return CoreUser(user="", name=name, cores=sum(used_s.values()) / self._watched_s)
+        user, name = max(used_s, key=used_s.__getitem__)
+        return CoreUser(user=user, name=name, cores=seconds / self._watched_s)
 
     def poll(self) -> float:
         """List the processes if the thread has been waiting, and return the seconds until the next poll."""
-        began_s, waited_s = monotonic(), self._waited_s()
-        is_contended = waited_s - self._waited_before_s > _CONTENDED * (began_s - self._polled_s)
-        self._waited_before_s, self._polled_s = waited_s, began_s
-        if not is_contended and not self._before:
+        now_s, waited_s = monotonic(), self._waited_s()
+        elapsed_s, added_s = now_s - self._polled[0], waited_s - self._polled[1]
+        before, self._before, self._polled = self._before, {}, (now_s, waited_s)
+        if added_s <= _CONTENDED * elapsed_s:
             return _INTERVAL_S
         pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
-        now = {pid: stat for pid in pids if (stat := process_stat(pid)) is not None}
-        if self._before:
-            self._add(now, began_s - self._before_s)
-        self._before, self._before_s = now if is_contended else {}, began_s
-        return max(_INTERVAL_S, (monotonic() - began_s) / _SCAN_SHARE)
+        self._before = {pid: stat for pid in pids if (stat := process_stat(pid)) is not None}
+        if before:
+            self._watched_s += elapsed_s
+            self._add(before, self._before)
+        return max(_INTERVAL_S, (monotonic() - now_s) / _SCAN_SHARE)
 
-    def _add(self, now: dict[int, ProcessStat], elapsed_s: float) -> None:
+    def _add(self, before: dict[int, ProcessStat], now: dict[int, ProcessStat]) -> None:
         this, ranks, cores = os.getpid(), {*self._rank_pids()}, os.sched_getaffinity(0)
         of_job = _family(now, {this, *ranks})
         children = _family(now, {this}) - _family(now, ranks - {this}) - {this, *self._worker_pids()}
-        self._watched_s += elapsed_s
         for pid, process in now.items():
-            before = self._before.get(pid)
-            is_same = before is not None and before.started_ticks == process.started_ticks
-            cpu_s = process.cpu_s - before.cpu_s if before is not None and is_same else process.cpu_s
-            if cpu_s <= 0 or process.core not in cores:
+            earlier = before.get(pid)
+            is_same = earlier is not None and earlier.started_ticks == process.started_ticks
+            cpu_s = process.cpu_s - earlier.cpu_s if earlier is not None and is_same else process.cpu_s
+            if cpu_s <= 0 or process.core not in cores or pid in of_job - children:
                 continue
-            if pid in children:
-                self._of_children[process.name] += cpu_s
-            elif pid not in of_job:
-                with suppress(OSError):  # it has ended
-                    self._of_others[user_name(os.stat(f"/proc/{pid}").st_uid), process.name] += cpu_s
+            with suppress(OSError):  # it has ended
+                user = "" if pid in children else user_name(os.stat(f"/proc/{pid}").st_uid)
+                self._used_s[user, process.name] += cpu_s
 
 
 def _family(processes: dict[int, ProcessStat], pids: Collection[int]) -> set[int]:
@@ -203,11 +195,11 @@ class CoreUse:
     ) -> CoreFacts | None:
         """Return the use of the cores up to ``now``, given the steady steps; ``None`` if it cannot be counted."""
         began, elapsed_s = self.began, now.at_s - self.began.at_s
-        by_workers = growth_per(elapsed_s, began.children_cpu_s, now.children_cpu_s)
+        by_children = growth_per(elapsed_s, began.children_cpu_s, now.children_cpu_s)
         idle = growth_per(elapsed_s, began.idle_cpu_s, now.idle_cpu_s)
-        if by_workers is None or idle is None:
+        if by_children is None or idle is None:
             return None
-        used = self._local_ranks * ((now.own_cpu_s - began.own_cpu_s) / elapsed_s + by_workers)
+        used = self._local_ranks * ((now.own_cpu_s - began.own_cpu_s) / elapsed_s + by_children)
         affinity = affinity_cores()
         of_workers = workers * (loading.runnable_threads or 0.0)
         runnable = sum(added_times(began.threads, now.threads)) / elapsed_s + of_workers
@@ -243,12 +235,12 @@ class WorkerWatch:
     It finds them through the iterator in use.
     """
 
-    def __init__(self, iterator: Callable[[], object]) -> None:
+    def __init__(self, iterator: Callable[[], object], steps: Callable[[], int]) -> None:
+        """``steps`` returns the number of steps so far."""
         self.pids: set[int] = set()  # of all workers seen so far
-        self.unseen: set[str] | None = None  # torch names that no poll has found; there may have been no workers
         self._iterator = iterator
-        self._due_s = 0.0
-        self._polls = self._states = self._waiting = 0
+        self._steps = steps
+        self._states = self._waiting = 0
         self._ready_share = 0.0
         self._long_waits = 0
         self._ready_polls = self._ready = 0
@@ -256,9 +248,10 @@ class WorkerWatch:
         self._threads: dict[int, dict[int, ThreadTimes]] = {}  # by worker, at that time
         self._ran_s = self._delayed_s = self._watched_s = 0.0  # of main threads
         self._runnable_s = self._busy_s = 0.0  # of all threads
-        self._pool_library: str | None = None  # empty: a worker had many runnable threads without OpenCV
         self._read_bytes: dict[int, int] = {}
-        self.storage_points: list[tuple[int, int]] = []  # steps done, and bytes read from storage until then
+        self._storage_points: list[tuple[int, int]] = []  # steps done, and bytes read from storage until then
+
+    # In the training thread
 
     def after_long_wait(self) -> None:
         """Count how many other batches were ready after a step that waited for its batch."""
@@ -268,58 +261,51 @@ class WorkerWatch:
             self._long_waits += 1
             self._ready_share += ready_share
 
-    def poll(self, steps: int) -> None:
-        """Count whether a batch is ready, and at most once a second sample the workers in 50 µs each."""
+    def after_step(self) -> None:
+        """Count whether a batch is ready."""
         ready = compat.is_batch_ready(self._iterator())
         if ready is not None:
             self._ready_polls += 1
             self._ready += ready
-        now_s = monotonic()
-        if now_s < self._due_s:
-            return
-        self._due_s = now_s + _INTERVAL_S
-        iterator = self._iterator()
-        missing = compat.missing_of_iterator(iterator)
-        self.unseen = missing if self.unseen is None else self.unseen & missing
-        pids = compat.worker_pids(iterator)
-        self.pids.update(pids)
-        self._polls += bool(pids)
-        for pid in pids or [os.getpid()]:
-            fields, counters = stat_fields(pid) if pids else [], io_counters(pid)
-            if "read_bytes" in counters:
-                self._read_bytes[pid] = counters["read_bytes"]
-            if fields:
-                self._states += 1
-                self._waiting += fields[0] == "D"
-        self.storage_points.append((steps, sum(self._read_bytes.values())))
-        if len(self.storage_points) > _MAX_POINTS:
-            self.storage_points = self.storage_points[::2]
 
-    def poll_threads(self) -> float:
-        """Sample the workers' threads, in any thread, and return the seconds until the next poll."""
+    # In the background
+
+    def poll(self) -> float:
+        """Sample the workers, and return the seconds until the next poll."""
         now_s, before_s, before = monotonic(), self._sampled_s, self._threads
-        self._threads = {pid: thread_times(pid) for pid in compat.worker_pids(self._iterator())}
-        self._sampled_s = now_s
-        elapsed_s = now_s - before_s
+        pids = compat.worker_pids(self._iterator())
+        self.pids = self.pids | set(pids)  # a new set, because another thread may iterate over the old one
+        for pid in pids:
+            stat = process_stat(pid)
+            self._states += stat is not None
+            self._waiting += stat is not None and stat.state == "D"
+        for pid in pids or [os.getpid()]:
+            self._read_bytes[pid] = io_counters(pid).get("read_bytes", self._read_bytes.get(pid, 0))
+        self._storage_points.append((self._steps(), sum(self._read_bytes.values())))
+        if len(self._storage_points) > _MAX_POINTS:
+            self._storage_points = self._storage_points[::2]
+        self._threads, self._sampled_s = {pid: thread_times(pid) for pid in pids}, now_s
         for pid in self._threads.keys() & before.keys():
-            earlier, now = before[pid], self._threads[pid]
-            if pid not in earlier or pid not in now:  # its main thread: it has ended, or the kernel does not count
-                continue
-            added = added_times(earlier, now)
-            self._watched_s += elapsed_s
-            self._busy_s += added.ran_s
-            self._runnable_s += sum(added)
-            self._ran_s += now[pid].ran_s - earlier[pid].ran_s
-            self._delayed_s += now[pid].delayed_s - earlier[pid].delayed_s
-            if self._pool_library is None and sum(added) > MANY_THREADS * elapsed_s:
-                self._pool_library = "cv2" if "/cv2/" in read_proc(pid, "maps") else ""
+            self._add_threads(pid, before[pid], self._threads[pid], now_s - before_s)
         return max(_INTERVAL_S, (monotonic() - now_s) / _SCAN_SHARE)
+
+    def _add_threads(
+        self, pid: int, before: dict[int, ThreadTimes], now: dict[int, ThreadTimes], elapsed_s: float
+    ) -> None:
+        if pid not in before or pid not in now:  # its main thread: it has ended, or the kernel does not count
+            return
+        added = added_times(before, now)
+        self._watched_s += elapsed_s
+        self._busy_s += added.ran_s
+        self._runnable_s += sum(added)
+        self._ran_s += now[pid].ran_s - before[pid].ran_s
+        self._delayed_s += now[pid].delayed_s - before[pid].delayed_s
 
     def facts(self) -> LoadingFacts:
         """Return the observations so far."""
-        third = len(self.storage_points) // 3
+        points = self._storage_points
+        third = len(points) // 3
         return LoadingFacts(
-            samples=self._polls,
             storage_wait_share=self._waiting / self._states if self._states else None,
             ready_out_of_order_share=self._ready_share / self._long_waits if self._long_waits else None,
             long_waits=self._long_waits,
@@ -328,9 +314,8 @@ class WorkerWatch:
             delayed_share=self._delayed_s / self._watched_s if self._watched_s else None,
             runnable_threads=self._runnable_s / self._watched_s if self._watched_s else None,
             worker_cores=self._busy_s / self._watched_s if self._watched_s else None,
-            pool_library=self._pool_library or None,
-            early_storage_bytes_per_batch=_slope(self.storage_points[: third + 1]),
-            late_storage_bytes_per_batch=_slope(self.storage_points[-1 - third :]),
+            early_storage_bytes_per_batch=_slope(points[: third + 1]),
+            late_storage_bytes_per_batch=_slope(points[-1 - third :]),
         )
 
 

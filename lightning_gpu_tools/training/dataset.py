@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -87,67 +85,21 @@ def _bytes_of(value: Any, depth: int = 0) -> int:
     return own + round(len(value) * fmean(_bytes_of(entry, depth + 1) for entry in sample)) if sample else own
 
 
-# Usual names of attributes for the place of the data, such as torchvision's root and numpy's filename.
-_NAMES = (
-    "root",
-    "path",
-    "data_dir",
-    "data_path",
-    "root_dir",
-    "folder",
-    "directory",
-    "filename",
-    "file_path",
-    "samples",
-)
-_PARTS = ("dataset", "datasets", "data")  # Subset, ConcatDataset, an array in a file
-_MAX_DEPTH = 4  # our default: datasets in datasets
-# File system types as in mountinfo; in user space ("fuse.gcsfuse"), they are nearly all of another machine.
-_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "afs", "wekafs", "panfs", "pvfs2")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Storage:
-    """The storage of a dataset or of checkpoints."""
-
-    path: str  # real path of the file or folder
-    file_system: str  # type of its file system, as the kernel names it: "nfs4"
-
-    @property
-    def is_network(self) -> bool:
-        """Whether it is on other machines."""
-        return self.file_system in _NETWORK or self.file_system.startswith("fuse.")
-
-    @property
-    def is_memory(self) -> bool:
-        """Whether it is in memory, not on a disk."""
-        return self.file_system in ("tmpfs", "ramfs")
-
-
-def storage_of(path: str | None) -> Storage | None:
-    """Return the storage of a local file or folder, which may not exist yet; ``None`` if unknown."""
-    if path is None or "://" in path:
-        return None
-    real = os.path.realpath(path)
-    mount = mount_of(real, read_mounts())
-    return None if mount is None else Storage(path=real, file_system=mount.file_system)
+_PATHS = ("root", "path", "data_dir", "data_path", "root_dir", "folder", "filename")  # usual names of attributes
 
 
 def path_of_data(dataset: object) -> str | None:
-    """Return the path in an attribute of a dataset or of its parts, without running its code; ``None`` without one."""
-    return next((path for path in _paths(dataset, 0) if "\0" not in path and os.path.exists(path)), None)
+    """Return the path in an attribute of a dataset, or of the one inside a Subset; ``None`` without one."""
+    attributes = getattr(dataset, "__dict__", {})
+    found = (attributes[name] for name in _PATHS if isinstance(attributes.get(name), (str, os.PathLike)))
+    inner = attributes.get("dataset")
+    return next(map(str, found), None if inner is None else path_of_data(inner))
 
 
-def _paths(thing: object, depth: int) -> Iterator[str]:
-    """Yield values of attributes that may be paths; of a list of files, the folder of the first."""
-    attributes = getattr(thing, "__dict__", {})
-    for name in _NAMES:
-        first = value = attributes.get(name)
-        for _ in range(2):  # samples of torchvision are a list of tuples
-            first = first[0] if type(first) in (list, tuple) and first else first
-        if isinstance(first, (str, Path)):
-            yield str(first) if first is value else os.path.dirname(first)
-    for name in _PARTS:
-        part = attributes.get(name)
-        if depth < _MAX_DEPTH:
-            yield from _paths(part[0] if type(part) in (list, tuple) and part else part, depth + 1)
+def storage_of(path: str | None) -> str:
+    """Return where a file or folder is: ``"/data/set is on nfs4"``; empty if unknown, or if it is a URL."""
+    if path is None or "://" in path or not os.path.exists(path):
+        return ""
+    real = os.path.realpath(path)
+    mount = mount_of(real, read_mounts())
+    return "" if mount is None else f"{real} is on {mount.file_system}"

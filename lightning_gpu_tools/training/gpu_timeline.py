@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -38,7 +38,7 @@ _SAMPLE_EVERY, _SAMPLE_LATER_EVERY, _EARLY_SAMPLES = 8, 128, 64
 _SKIPPED = 4  # steps skipped at the start, while kernels are loaded, and after a held step, until the GPU finishes it
 _MAX_UNREAD = 64  # samples, if the GPU is far behind the host
 _MAX_PARTS = 256  # of a step; further parts count toward the enclosing one
-_MAX_LAST_STEPS = 64
+_MAX_SAMPLES = 512  # that the facts are about: the latest
 _MAX_RANK_WAITS = 32  # steps, which ranks publish
 # After these samples, one step is watched and the next one held: often at first, and 16 times in total.
 _WATCH_AFTER = frozenset(2**power for power in range(16))
@@ -69,7 +69,14 @@ class _Sample:
     parts: list[gpu_work.Part] = field(default_factory=list)
     parts_before: int = 0  # number of parts before the step
     step: int = 0
-    events: list[_Event] = field(default_factory=list)
+
+
+class _Times(NamedTuple):
+    """The times of a sample."""
+
+    step: int
+    gap: gpu_work.Gap  # from which the GPU's work in it is not yet subtracted
+    step_s: _Seconds  # by part of the step
 
 
 class GpuTimeline:
@@ -79,7 +86,6 @@ class GpuTimeline:
         self, gpu: torch.device, clock: Stopwatch, own_work: Callable[..., None], leave_out: Callable[[], None]
     ) -> None:
         """``own_work`` charges its calls to this package; ``leave_out`` exempts the next two steps from being slow."""
-        self.samples = 0  # read so far
         self.syncs = SyncLines(gpu, clock, self._synced)
         self._gpu = gpu
         self._clock = clock
@@ -94,20 +100,13 @@ class GpuTimeline:
         self._open: _Sample | None = None  # between two steps
         self.sample: _Sample | None = None  # within a step
         self._unread: deque[_Sample] = deque()
-        self._spare: list[_Event] = []
         self._sleep = compat.find(compat.GPU_SLEEP)
         self._cycles_per_s = _CYCLES_PER_S
         self._origin: _Event = None
         self._origin_s = 0.0
         self._host_time = gpu_work.HostTime()
-        self._gaps: deque[gpu_work.Gap] = deque()  # the latest gaps, from which the work in them is not yet subtracted
-        self._host_s: _Seconds = defaultdict(float)
-        self._idle_s: _Seconds = defaultdict(float)
-        self._step_s: _Seconds = defaultdict(float)
-        self._seen = Counter[str]()
-        self._last_steps: deque[Mapping[str, float]] = deque(maxlen=_MAX_LAST_STEPS)
+        self._timed: deque[_Times] = deque(maxlen=_MAX_SAMPLES)
         self._steps = 0
-        self._rank_waits: deque[tuple[int, gpu_work.Gap, float]] = deque(maxlen=_MAX_RANK_WAITS)
         self._work: defaultdict[str, gpu_work.Work] = defaultdict(gpu_work.Work)
         self._measured = 0  # samples of work, held or not
 
@@ -156,19 +155,26 @@ class GpuTimeline:
             self._own_work(self._guard, self._gap_goes_on, self._open, BEFORE_STEP)
 
     def facts(self) -> IdleTimes:
-        """Return the measurements so far."""
+        """Return the measurements of the latest samples."""
         self._guard(self._read)
-        idle_s = self._idle_s.copy()
-        for gap in self._gaps:
-            _add(idle_s, self._idle_in(gap))
+        worked_s = [self._work[phase].usual_s for phase in (AFTER_STEP, BEFORE_STEP)]
+        host_s: _Seconds = defaultdict(float)
+        idle_s: _Seconds = defaultdict(float)
+        seen = Counter[str]()
+        for _, gap, _ in self._timed:
+            seen.update({phase for phase, _ in gap.spent})
+            _add(host_s, gap.spent)
+            _add(idle_s, gpu_work.idle_by_phase(gpu_work.without_work(gap, *worked_s)).items())
         return IdleTimes(
-            samples=self.samples,
-            host_s=dict(self._host_s),
+            samples=len(self._timed),
+            host_s=host_s,
             idle_s=idle_s,
-            seen=dict(self._seen),
-            step_s=dict(self._step_s),
-            last_steps=tuple(self._last_steps),
-            rank_wait_s={step: gpu_work.rank_wait_s(gap) + seconds for step, gap, seconds in self._rank_waits},
+            seen=seen,
+            steps_s=tuple(step_s for _, _, step_s in self._timed),
+            rank_wait_s={
+                step: gpu_work.rank_wait_s(gap) + step_s.get(phases.RANK_WAIT_IN_STEP, 0.0)
+                for step, gap, step_s in [*self._timed][-_MAX_RANK_WAITS:]
+            },
             work_s={
                 phase: work.usual_s * work.seen / self._measured
                 for phase, work in self._work.items()
@@ -200,17 +206,9 @@ class GpuTimeline:
         self._due.clear()
         self.syncs.stop(is_whole=False)
 
-    def _event(self, sample: _Sample) -> _Event:
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        sample.events.append(event)
-        return event
-
     def _mark(self, event: Callable[[], _Event]) -> _Mark:
-        self._clock.switch(self._clock.current)  # charges the time up to now
-        return _Mark(
-            self._clock.since_s, self._clock.seconds, event()
-        )  # in this order, which gpu_work.HostTime requires
+        self._clock.switch(self._clock.current)  # charges the time up to now, before the event: see gpu_work.HostTime
+        return _Mark(self._clock.since_s, self._clock.seconds, event())
 
     def _step_ended(self) -> None:
         self._read()
@@ -229,7 +227,7 @@ class GpuTimeline:
     def _step_begins(self, phase: str) -> None:
         self.is_next_sampled = False
         if self._open is None:  # the first step: the GPU has done nothing yet, so its time equals the host's
-            begins = self._mark(partial(self._event, _Sample("timed")))
+            begins = self._mark(_event)
             self._origin = begins.event
             self._host_time.learn(begins.host_s, 0.0)
             return
@@ -246,14 +244,14 @@ class GpuTimeline:
         return self._begin_part(sample, phase)
 
     def _begin_part(self, sample: _Sample, phase: str) -> _Event:
-        begin = sample.events[-1] if sample.parts else self._event(sample)
+        begin = sample.parts[-1].end if sample.parts else _event()
         part = gpu_work.Part(phase, begin, 0.0)
         if sample.kind == "held" and phase in _HELD and self._sleep is not None:
             sleep_s, part.needed_s = self._work[phase].hold_s(sum(one.phase == phase for one in sample.parts))
             if sleep_s:
                 part.cycles = int(sleep_s * self._cycles_per_s)
                 self._sleep(part.cycles)
-                part.hold, part.begin = begin, self._event(sample)
+                part.hold, part.begin = begin, _event()
         part.begin_s = self._clock.now_s
         sample.parts.append(part)
         return begin
@@ -262,7 +260,7 @@ class GpuTimeline:
         part = sample.parts[-1]
         part.host_s = self._clock.since_s - part.begin_s
         part.was_behind = not part.begin.query()
-        part.end = self._event(sample)
+        part.end = _event()
 
     def _synced(self) -> None:
         """Record that the host has waited for the GPU in a step that is watched or held."""
@@ -299,7 +297,6 @@ class GpuTimeline:
             self._read_work(sample, validates=any(phase == phases.VALIDATION for phase, _ in spent))
             if sample.kind == "timed":
                 self._read_times(sample, spent)
-            self._spare += (event for event in sample.events if event is not self._origin)
 
     def _read_work(self, sample: _Sample, *, validates: bool) -> None:
         self._measured += 1
@@ -322,26 +319,21 @@ class GpuTimeline:
         self._host_time.learn(ended.host_s, ended_s)
         self._host_time.learn(begins.host_s, begins_s)
         gap = gpu_work.Gap(self._host_time.at(ended_s), self._host_time.at(begins_s), begins.host_s, spent)
-        self._gaps.append(gap)
-        if len(self._gaps) > _MAX_LAST_STEPS:
-            _add(self._idle_s, self._idle_in(self._gaps.popleft()))
         step_s: _Seconds = defaultdict(float)
         _add(step_s, ((part.phase, part.gpu_s) for part in sample.parts[sample.parts_before :]))
-        self.samples += 1
-        self._seen.update({phase for phase, _ in spent})
-        _add(self._host_s, spent)
-        _add(self._step_s, step_s.items())
-        self._last_steps.append(step_s)
-        self._rank_waits.append((sample.step, gap, step_s.get(phases.RANK_WAIT_IN_STEP, 0.0)))
+        self._timed.append(_Times(sample.step, gap, step_s))
         if begins_s - self._origin_s > _NEW_ORIGIN_S:
             self._origin, self._origin_s = begins.event, begins_s
 
-    def _idle_in(self, gap: gpu_work.Gap) -> Iterable[tuple[str, float]]:
-        worked_s = (self._work[phase].usual_s for phase in (AFTER_STEP, BEFORE_STEP))
-        return gpu_work.idle_by_phase(gpu_work.without_work(gap, *worked_s)).items()
-
     def _gpu_s(self, mark: _Mark) -> float:
         return self._origin_s + float(self._origin.elapsed_time(mark.event)) / 1e3
+
+
+def _event() -> _Event:
+    """Record where the GPU is in its work."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def _add(totals: _Seconds, times: Iterable[tuple[str, float]]) -> None:

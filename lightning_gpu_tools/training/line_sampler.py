@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from lightning_gpu_tools.patches import Patches, frames_kept
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.dataset import DatasetGrowth, GrownAttribute
-from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, MONITORING, PAUSES, base_phase, is_backward
+from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, MONITORING, PAUSES, base_phase
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.source_lines import Place, line_of, lines_of
 from lightning_gpu_tools.training.stacks import WorkerStacks, write_stack_at_signal
@@ -97,13 +97,6 @@ class _Sampler(BackgroundJobs):
         self._patches.undo()
 
 
-def _is_of_c(frame: FrameType) -> bool:
-    """Return whether a thread was started by code other than Python's, by its innermost frame."""
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code.co_name not in ("_bootstrap", "<module>")
-
-
 class LineSampler(_Sampler):
     """A sampler of a training thread: 10 s of steady steps, and 10 s of each kind of pause."""
 
@@ -115,8 +108,6 @@ class LineSampler(_Sampler):
         self._workers = workers
         self._loaders = loaders
         self._taken: Counter[str] = Counter()  # samples by pause; "" for steps
-        with frames_kept():
-            self._others = set(sys._current_frames())  # threads seen before training or outside backward
 
     @override
     def _wait_s(self) -> float:
@@ -134,20 +125,12 @@ class LineSampler(_Sampler):
     def _read_frame(self) -> tuple[str, FrameType | None]:
         # In one expression, within which Python does not switch threads. Afterwards the thread may be elsewhere.
         phase, frames = self._clock.current.phase, sys._current_frames()
-        frame = self._frame(frames, phase)
+        frame = frames.get(self._thread_id)
         # This frame is in them and would hold itself, and with it the step's batch and activations until a collection.
         frames.clear()
         if phase == DATA_LOADING and len(loaders := self._loaders()) > 1:
             self.waits[compat.loader_waited_for(frame, loaders)] += 1
         return phase, frame
-
-    def _frame(self, frames: Mapping[int, FrameType], phase: str) -> FrameType | None:
-        """Return the frame of autograd's thread for a GPU, if this thread waits for it and it runs Python."""
-        if not is_backward(phase):
-            self._others |= frames.keys()  # autograd's runs Python only in backward
-            return frames.get(self._thread_id)
-        autograds = (frame for thread, frame in frames.items() if thread not in self._others and _is_of_c(frame))
-        return next(autograds, None) or frames.get(self._thread_id)
 
     def seen(self, worker_pids: Collection[int]) -> tuple[SourceLine, ...]:
         """Return the sampled lines of the training thread and of these workers, most frequent first."""

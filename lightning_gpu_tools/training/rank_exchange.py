@@ -77,7 +77,10 @@ class Board:
         if store is None:
             return
         try:
-            self._there |= _existing(store, [key for key in keys if key not in self._there])
+            new = [key for key in keys if key not in self._there]
+            if new and not store.check(new):  # getting a key that has no value would block
+                new = [key for key in new if store.check([key])]
+            self._there.update(new)
             there = [key for key in keys if key in self._there]
             values: list[bytes] = store.multi_get(there) if there else []
         except RuntimeError:
@@ -91,14 +94,6 @@ class Board:
     def read_all(self) -> None:
         """Read the entries of all other ranks."""
         self.read(rank for rank in range(self._place.world_size) if rank != self._place.rank)
-
-
-def _existing(store: Any, keys: list[str]) -> set[str]:
-    """Return the keys that have a value, because getting any other key would block."""
-    if not keys or store.check(keys):
-        return set(keys)
-    half = len(keys) // 2
-    return _existing(store, keys[:half]) | _existing(store, keys[half:]) if half else set()
 
 
 class RankExchange(BackgroundJobs):
@@ -143,21 +138,6 @@ class RankExchange(BackgroundJobs):
         else:
             self._has_begun = True
             self.add("Exchanging facts with other ranks", self._exchange)
-
-    def read_node(self) -> None:
-        """Wait at most a second until each rank of this node has an entry here."""
-        there, ranks = threading.Event(), self._ranks_of_node()
-
-        def read() -> float:
-            self._board.read(rank for rank in ranks if rank not in self._board.entries)
-            if not all(rank in self._board.entries for rank in ranks):
-                return _POLL_S
-            there.set()
-            return math.inf
-
-        if self._board.is_shared:
-            self.add("Reading the ranks of this node", read)
-            there.wait(_ANSWER_S)
 
     def finish(self, timeout_s: float) -> list[int]:
         """Publish once more, wait on rank 0 for the other ranks, and return those that are missing."""

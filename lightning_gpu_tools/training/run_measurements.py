@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training import phases
-from lightning_gpu_tools.training.dataset import GrownAttribute, Storage
+from lightning_gpu_tools.training.dataset import GrownAttribute
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.memory.readings import MemoryGrowth, RankMemory
@@ -171,13 +171,12 @@ class LoaderFacts:
 class IdleTimes:
     """The GPU's idle time between training steps and its time for the parts of a step, by its own clock."""
 
-    samples: int  # sampled gaps between two steps, each with the following step
+    samples: int  # the latest sampled gaps between two steps, each with the following step
     host_s: Mapping[str, float]  # host seconds in these gaps, by phase
     # The GPU's idle seconds in these gaps, by the host's phase; copies on the GPU count as host_to_device_copy.
     idle_s: Mapping[str, float]
     seen: Mapping[str, int]  # number of gaps in which each phase occurred
-    step_s: Mapping[str, float] = field(default_factory=dict)  # by part of the step, including the GPU's idle time
-    last_steps: Sequence[Mapping[str, float]] = ()  # the same for each of the last steps
+    steps_s: Sequence[Mapping[str, float]] = ()  # of each of these steps, by part, including the GPU's idle time
     # Time in collectives by step, for the last of these steps: waits for other ranks, and sending.
     rank_wait_s: Mapping[int, float] = field(default_factory=dict)
     # GPU work per step, by part, and after and before a step; parts with unknown work are left out.
@@ -228,7 +227,6 @@ class Recompiled:
 class LoadingFacts:
     """Observations of the loader's workers. Shares are of samples or of time."""
 
-    samples: int = 0
     storage_wait_share: float | None = None  # a worker waited for a disk (state D)
     ready_out_of_order_share: float | None = None  # of requested batches after a wait for one; mean over these waits
     long_waits: int = 0  # number of these waits
@@ -237,7 +235,6 @@ class LoadingFacts:
     delayed_share: float | None = None  # a worker's main thread waited for a core
     runnable_threads: float | None = None  # of a worker: average number that computed or waited for a core
     worker_cores: float | None = None  # that a worker kept busy
-    pool_library: str | None = None  # "cv2" if a worker with more than one of these has loaded OpenCV
     early_storage_bytes_per_batch: float | None = None  # read from storage, not the page cache, in the first third
     late_storage_bytes_per_batch: float | None = None  # the same in the last third of the run
 
@@ -246,9 +243,9 @@ class LoadingFacts:
 class CoreUser:
     """A program that used this job's cores while its training thread waited for one."""
 
-    user: str  # its owner
+    user: str  # its owner; empty for child processes of this job
     name: str
-    cores: float  # that all its processes together kept busy during that time
+    cores: float  # that all processes of this name, or all children, kept busy during that time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,7 +309,7 @@ class StepTimes:
 
     count: int
     seconds: float
-    p50_s: float
+    p50_s: float  # percentiles of the latest 8,192 steps
     p95_s: float
     max_s: float
     slow: tuple[SlowSteps, ...] = ()  # by phase; their times include pauses
@@ -357,8 +354,8 @@ class RunMeasurements:
     searched: LoaderResult | None = None  # of a search for its settings
     batch_bytes: int | None = None
     loading: LoadingFacts | None = None
-    storage: Storage | None = None  # of the dataset
-    checkpoint_storage: Storage | None = None
+    storage: str = ""  # of the dataset, as in dataset.storage_of; empty if unknown
+    checkpoint_storage: str = ""
     cores: CoreFacts | None = None
     gpu: GpuWindow | None = None  # mean of the GPUs that train, over the run outside validation
     compute_capability: tuple[int, int] | None = None

@@ -26,7 +26,6 @@ from lightning_gpu_tools.training.run_measurements import Recompiled, SourceLine
 from lightning_gpu_tools.training.stacks import PACKAGES, TRAINER_FUNCTIONS, owner_of
 from lightning_gpu_tools.training.stopwatch import Stopwatch
 
-_COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 # Our defaults.
 _MAX_FILES = 10_000  # in the cache
 _MAX_LINES = 1000  # to return, most frequent first
@@ -82,8 +81,6 @@ def line_in(stack: Iterable[Mapping[str, Any]], *, or_torchs: bool = False) -> S
         if owner == "trainer" and frame["name"] in TRAINER_FUNCTIONS:
             break
         if owner == "user":
-            if users is not None and users["name"] in _COMPREHENSIONS and frame["filename"] == users["filename"]:
-                users = {**users, "name": frame["name"]}  # which contains the comprehension
             users = users or frame
         elif owner in ("library", "trainer"):
             library = library or frame
@@ -212,32 +209,28 @@ class Compilations:
 
     def poll(self) -> float:
         """Read new entries, and return the seconds until the next poll."""
-        with self._lock:
-            self._read()
+        self._read()
         return _POLL_COMPILATIONS_S
 
     def total_s(self) -> float:
         """Return the duration of all compilations that began during training."""
-        with self._lock:
-            self._read()
-            return self._total_s
+        self._read()
+        return self._total_s
 
     def facts(self) -> tuple[Recompiled, ...] | None:
         """Return the functions compiled again so far, most time first; ``None`` if nothing was compiled."""
-        with self._lock:
-            self._read()
-            if not self._functions:
-                return None
-            again = [one for one in self._functions.values() if one.count]
-            again.sort(key=lambda one: -one.seconds)
-        return tuple(again[:_MAX_RECOMPILED])
+        self._read()
+        again = [one for one in [*self._functions.values()] if one.count]
+        again.sort(key=lambda one: -one.seconds)
+        return tuple(again[:_MAX_RECOMPILED]) if self._functions else None
 
     def _read(self) -> None:
-        entries = compat.compilations() or []
-        known = next((place for place, one in enumerate(entries, 1) if one is self._last), 0)
-        for one in entries[known:]:
-            self._add(one)
-            self._last = one
+        with self._lock:
+            entries = compat.compilations() or []
+            known = next((place for place, one in enumerate(entries, 1) if one is self._last), 0)
+            for one in entries[known:]:
+                self._add(one)
+                self._last = one
 
     def _add(self, one: Any) -> None:
         seconds, is_new = (one.end_time_us - one.start_time_us) / 1e6, one.start_time_us / 1e6 >= self._began_s

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lightning_gpu_tools.patches import frames_kept
-from lightning_gpu_tools.processes import TICKS_PER_S, read_kernel_file
+from lightning_gpu_tools.processes import process_stat, read_kernel_file
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.stall_facts import Call, Frame, GroupCalls, Wait
 
@@ -46,11 +46,6 @@ _PROC = Path("/proc")
 def read_proc(*path: object) -> str:
     """Return the text of a file in ``/proc``; empty if its process has ended or is hidden."""
     return read_kernel_file(_PROC.joinpath(*map(str, path)))
-
-
-def stat_fields(*path: object) -> list[str]:
-    """Return the fields of proc_pid_stat(5) after the name, starting with the state; empty like ``read_proc``."""
-    return read_proc(*path, "stat").rpartition(")")[2].split()
 
 
 def io_counters(pid: object) -> dict[str, int]:
@@ -86,34 +81,30 @@ def added_times(before: dict[int, ThreadTimes], now: dict[int, ThreadTimes]) -> 
     )
 
 
-def cpu_seconds(pid: int, thread: int | None = None) -> float:
-    """Return the CPU time of a process or a thread; 0 if unknown."""
-    fields = stat_fields(*_folder(pid, thread))
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S if fields else 0.0
+def cpu_seconds(process: str) -> float:
+    """Return the CPU time of a process or a thread ``"PID/task/TID"``; 0 if unknown."""
+    stat = process_stat(process)
+    return 0.0 if stat is None else stat.cpu_s
 
 
-def activity(pid: int, thread: int | None = None) -> tuple[str, Wait | None, str | None]:
+def activity(process: str) -> tuple[str, Wait | None, str | None]:
     """Return the state of a process or a thread, what it waits for, and the file that it reads or writes.
 
     Works even if it hangs in the kernel, and takes about 50 µs. The state is ``"X"`` if it has ended.
     """
-    folder = _folder(pid, thread)
-    state, *_ = stat_fields(*folder) or ["X"]
+    stat = process_stat(process)
+    state = "X" if stat is None else stat.state
     calls = _CALLS.get(_MACHINE, {})
-    call = read_proc(*folder, "syscall").split()  # a number and its arguments; "running"; or "-1" outside a call
+    call = read_proc(process, "syscall").split()  # a number and its arguments; "running"; or "-1" outside a call
     number = int(call[0]) if call and call[0].isdecimal() else -1
     if number in calls.get("descriptor", ()):
         with suppress(OSError):
             # Reading this link needs no disk access.
-            file = os.readlink(_PROC.joinpath(*map(str, folder), "fd", str(int(call[1], 16))))
+            file = os.readlink(_PROC / process / "fd" / str(int(call[1], 16)))
             return state, None if file.startswith(("pipe:", "socket:")) else "storage", file
     if state == "D" or number in calls.get("path", ()):
         return state, "storage", None
     return state, "lock" if number in calls.get("lock", ()) else None, None
-
-
-def _folder(pid: int, thread: int | None) -> tuple[object, ...]:
-    return (pid,) if thread is None else (pid, "task", thread)
 
 
 def memory_stall_percent() -> float:

@@ -239,7 +239,13 @@ class StepClock(Stopwatch):
 
     def _sum_up(self, now_s: float) -> None:
         """Add up the steady steps since the last sum."""
-        totals = self._totals(now_s)
+        totals = StepBlock(
+            steps=self.steps,
+            wall_s=now_s,
+            cpu_s=time.process_time(),
+            core_wait_s=self.core_wait_s,
+            phase_s=self.seconds,
+        )
         if self._sum_from is not None:
             passed = totals - self._sum_from
             self._open += replace(
@@ -266,15 +272,6 @@ class StepClock(Stopwatch):
             self._sum_from = totals
             self._next_sum = self.steps + self._steps_per_block - self._open.steps
             self._fetch_since_s = time.thread_time(), time.process_time(), self.core_wait_s
-
-    def _totals(self, now_s: float) -> StepBlock:
-        return StepBlock(
-            steps=self.steps,
-            wall_s=now_s,
-            cpu_s=time.process_time(),
-            core_wait_s=self.core_wait_s,
-            phase_s=self.seconds,
-        )
 
 
 _runs = itertools.count()  # of this process

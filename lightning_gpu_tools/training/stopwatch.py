@@ -17,7 +17,7 @@ from lightning_gpu_tools.training.run_measurements import PhaseSpan, SlowSteps, 
 
 _SLOW_TIMES_MEDIAN = 2.0  # gpuprof's rule: steps are uneven if their 99th percentile exceeds this
 # Our defaults.
-_BINS_PER_OCTAVE = 64  # each 1 to 2% wide
+_MAX_TIMES = 8192  # of steps, whose percentiles are known: the latest
 _FIRST_MEDIAN = 8  # steps before the first median
 _MAX_KEPT = 64  # slow steps per phase
 _SEE_BATCH_EVERY = 8  # steps, to sample the usual size
@@ -180,9 +180,9 @@ class PhaseTimeline:
 
 
 class StepTimeRecord:
-    """A record of step times: all steps in bins, and by phase those that took more than twice the median.
+    """A record of step times, and by phase of those that took more than twice the median, in bounded memory.
 
-    Its memory is bounded. A step only records the time. Durations are computed for many steps at once, while the code
+    A step only records the time. Durations are computed for many steps at once, while the code
     is in the processor's caches. ``accounts`` may grow; the ``pauses`` among them do not count as step time.
     """
 
@@ -192,8 +192,9 @@ class StepTimeRecord:
         self._accounts = accounts
         self._pauses = [place for place, account in enumerate(accounts) if account in pauses]
         self._begun: list[tuple[int, float, int | None, list[float]]] = []
-        self._bins: dict[int, tuple[int, float]] = {}  # number of the bin -> steps, seconds
+        self._times_s: deque[float] = deque(maxlen=_MAX_TIMES)
         self._count = 0
+        self._seconds = 0.0
         self._longest_s = 0.0
         self._began_s = 0.0
         self._step = 0
@@ -235,10 +236,8 @@ class StepTimeRecord:
         step_s = whole_s - (self._paused_s - paused_before_s)
         if step_s > self._longest_s:  # faster than max()
             self._longest_s = step_s
-        fraction, octave = math.frexp(step_s)
-        number = int((octave + 2 * fraction) * _BINS_PER_OCTAVE)
-        steps, seconds = self._bins.get(number, (0, 0.0))
-        self._bins[number] = steps + 1, seconds + step_s
+        self._times_s.append(step_s)
+        self._seconds += step_s
         self._count += 1
         if whole_s > self._slow_from_s:
             self._add_slow(step - 1, whole_s, before, items)
@@ -246,7 +245,7 @@ class StepTimeRecord:
             self._items.append(items)
         if self._count == self._next_median:
             self._next_median += 1 + self._count // 4
-            self._slow_from_s = _SLOW_TIMES_MEDIAN * _percentile(self._bins, 0.5)
+            self._slow_from_s = _SLOW_TIMES_MEDIAN * median(self._times_s)
 
     def _add_slow(self, step: int, whole_s: float, before: list[float], items: int | None) -> None:
         """Record a slow step, under the phase that took most time beyond its mean."""
@@ -263,13 +262,14 @@ class StepTimeRecord:
     def facts(self) -> StepTimes | None:
         """Return the step times so far; ``None`` before the second step. Only for the training thread."""
         self._work_out()
-        if not self._bins:
+        if not self._times_s:
             return None
+        ordered = sorted(self._times_s)
         return StepTimes(
             count=self._count,
-            seconds=sum(seconds for _, seconds in self._bins.values()),
-            p50_s=_percentile(self._bins, 0.50),
-            p95_s=_percentile(self._bins, 0.95),
+            seconds=self._seconds,
+            p50_s=ordered[(len(ordered) - 1) // 2],  # nearest ranks
+            p95_s=ordered[math.ceil(0.95 * len(ordered)) - 1],
             max_s=self._longest_s,
             batch_items=_median(self._items),
             slow=tuple(
@@ -292,14 +292,3 @@ def _median(items: Iterable[int | None]) -> float | None:
 
 def _padded(seconds: list[float]) -> Iterable[float]:
     return chain(seconds, repeat(0.0))  # for accounts that did not exist yet
-
-
-def _percentile(bins: Mapping[int, tuple[int, float]], share: float) -> float:
-    """Return the nearest-rank percentile, as the mean of its bin."""
-    rank, of_bin = share * sum(steps for steps, _ in bins.values()), 0.0
-    for number in sorted(bins):
-        steps, seconds = bins[number]
-        of_bin, rank = seconds / steps, rank - steps
-        if rank <= 0:
-            break
-    return of_bin

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpu_cases import cold_cache
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +26,6 @@ from lightning_gpu_tools.advice.examples import (
 )
 from lightning_gpu_tools.advice.findings import Finding, top_line_sentence, top_source_lines
 from lightning_gpu_tools.advice.lost_time import FIND_FUNCTION, idle_in_step, idle_in_step_share
-from lightning_gpu_tools.training.dataset import Storage
 from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import (
     CoreUser,
@@ -180,7 +178,7 @@ def test_a_loader_of_another_kind_gets_no_settings() -> None:
 
 
 SLOW_WORKER = LoadingFacts(long_waits=30, ready_out_of_order_share=0.8)
-ON_STORAGE = LoadingFacts(samples=50, storage_wait_share=0.6)
+ON_STORAGE = LoadingFacts(storage_wait_share=0.6)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +187,8 @@ ON_STORAGE = LoadingFacts(samples=50, storage_wait_share=0.6)
         (ON_STORAGE, 0.15, "too_few_workers", "num_workers="),  # computing for most of the time
         (SLOW_WORKER, None, "slow_worker", "prefetch_factor=4 (now 2)"),
         (dataclasses.replace(SLOW_WORKER, ready_out_of_order_share=0.2), None, "too_few_workers", "num_workers="),
-        (LoadingFacts(samples=50, runnable_share=0.9, delayed_share=0.3), None, "cpu_bound", "More workers will not"),
-        (LoadingFacts(samples=50, runnable_share=0.9, delayed_share=0.1), None, "too_few_workers", "num_workers="),
+        (LoadingFacts(runnable_share=0.9, delayed_share=0.3), None, "cpu_bound", "More workers will not"),
+        (LoadingFacts(runnable_share=0.9, delayed_share=0.1), None, "too_few_workers", "num_workers="),
     ],
 )
 def test_the_kind_follows_from_what_the_workers_do(
@@ -222,24 +220,11 @@ def test_validation_counts_only_with_an_idle_gpu(busy: float, causes: list[str])
     assert [finding.cause for finding in diagnose(run).findings] == causes
 
 
-# --- storage -----------------------------------------------------------------------------------------------------
-
-NFS = Storage(path="/data/set", file_system="nfs4")
-DISK = Storage(path="/data/set", file_system="ext4")
-MEMORY = Storage(path="/dev/shm/set", file_system="tmpfs")
-
-
-def on_storage(storage: Storage | None) -> Finding:
-    return first(gpu_run(WAITS, 25.0, loading=ON_STORAGE, worker_cpu_s_per_batch=0.02, storage=storage))
-
-
-def test_memory_is_not_blamed_for_slow_storage() -> None:
-    assert on_storage(MEMORY).evidence["kind"] == "too_few_workers"
-    run = dataclasses.replace(cold_cache(), storage=NFS)
-    assert "from the page cache. /data/set is on nfs4, a network file system. Later epochs" in first(run).advice
-    assert "first one, copy the data to a local disk" in first(run).advice
-    assert "copy the data" not in first(dataclasses.replace(run, storage=DISK)).advice
-    assert first(dataclasses.replace(run, storage=MEMORY)).evidence["kind"] != "cold_cache"
+def test_the_file_system_of_slow_data_and_checkpoints_is_named() -> None:
+    place = "/data/set is on nfs4"
+    run = gpu_run(WAITS, 25.0, loading=ON_STORAGE, worker_cpu_s_per_batch=0.02, storage=place)
+    assert f"of the polls. {place}. Copy" in first(run).advice
+    assert f"Their folder {place}." in first(cpu_run({**STEP, "checkpoint": 30}, checkpoint_storage=place)).advice
 
 
 # Source lines that a finding names
@@ -318,13 +303,17 @@ def test_a_gpu_loses_no_more_to_it_than_it_idles() -> None:
 
 
 OTHERS = contended(others=1.2, other=EVE, workers=0, runnable_threads=1.0)  # of two threads, only one computes
-POOLS = contended(loading=LoadingFacts(runnable_threads=2.1, pool_library="cv2"), torch_threads=1)
+POOLS = contended(loading=LoadingFacts(runnable_threads=2.1), torch_threads=1)
 QUOTA = contended(others=30.0, affinity_cores=64, machine_cores=64, workers=0)
 USERS = {
     "other programs": (OTHERS, "other_programs", "Stop the other programs, or use a machine with free cores."),
     "children": (contended(others=0.8, children=SIMULATORS, other=EVE), "own_children", "start them with nice -n 19"),
     "threads": (contended(others=0.3, workers=0, torch_threads=16), "own_threads", "torch.set_num_threads(2) (now 16)"),
-    "thread pools": (POOLS, "own_threads", "worker_init_fn: cv2.setNumThreads(0), torch.set_num_threads(1)"),
+    "thread pools": (
+        POOLS,
+        "own_threads",
+        "in worker_init_fn: torch.set_num_threads(1), with cv2",
+    ),
     "own workers": (contended(), "own_threads", "torch.set_num_threads(1) (now 2), num_workers=1 (now 4)."),
     "a quota beside other programs": (QUOTA, "own_threads", "give it more of the 64 cores: sbatch --cpus-per-task"),
 }

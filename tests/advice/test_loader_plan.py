@@ -119,7 +119,7 @@ def test_measurements_of_a_search_replace_the_prediction(
 PLAIN = LoaderFacts(kind="torch.utils.data.dataloader.DataLoader", dataset="Photos")
 OPEN = replace(PLAIN, open_files=("Photos.file",))
 STREAM = replace(PLAIN, is_iterable=True, splits=False)
-ON_STORAGE = LoadingFacts(samples=50, storage_wait_share=0.6)
+ON_STORAGE = LoadingFacts(storage_wait_share=0.6)
 
 
 def loading(run: RunMeasurements) -> Finding:

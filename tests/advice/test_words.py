@@ -66,7 +66,7 @@ RUNS = [
     contended(others=1.0, other=CoreUser(user="eve", name="job", cores=1.0)),
     contended(machine_cores=64),
     contended(children=CoreUser(user="", name="ffmpeg", cores=1.0)),
-    cpu_run(WAITS, host=a_host(2), loader=LOADER, loading=LoadingFacts(runnable_threads=2.0, pool_library="cv2")),
+    cpu_run(WAITS, host=a_host(2), loader=LOADER, loading=LoadingFacts(runnable_threads=2.0)),
     *(uneven(phase, 50, 1.0) for phase in ("training_step", "data_loading", "callback/A", "logging/A", "checkpoint")),
     uneven("training_step", 4, 0.05, accumulate_grad_batches=4),
     dataclasses.replace(cpu_run(STEP), blocks=[]),

@@ -27,14 +27,13 @@ SOURCES = {
     (cores, "children_cpu_s"): "the workers' CPU time",
     (cores, "idle_cpu_s"): "the idle time of the cores",
     (cores, "thread_times"): "the runnable threads",
-    (run_recorder, "path_of_data"): "the storage of the dataset",
     (cores, "affinity_cores"): "the use of the cores",
     (run_loaders, "settings_of"): "the loader's settings",
     (run_loaders, "read_loader_facts"): "the loader's dataset",
     (run_recorder, "batch_bytes"): "the batch's size",
     (surroundings, "shared_memory_bytes"): "the disks, memory and claims of this machine",
     (compat, "matmul_precision"): "the precision of matrix products",
-    (WorkerWatch, "poll"): "the loader's workers",
+    (WorkerWatch, "after_step"): "the loader's workers",
     (LineSampler, "seen"): "source lines",
 }
 

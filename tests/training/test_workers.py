@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import Dataset
 from trainings import HandClock, Samples, loader
 
+from lightning_gpu_tools.processes import process_stat
 from lightning_gpu_tools.training import compat, cores, stacks
 from lightning_gpu_tools.training.cores import WorkerWatch
 from lightning_gpu_tools.training.run_measurements import LoadingFacts
@@ -42,7 +44,7 @@ def test_behind_one_slow_worker_batches_lie_ready(ready: tuple[int, ...]) -> Non
     """Let the second of three workers load batches 1 and 4."""
     dataset = Gated(6)
     iterator = iter(loader(dataset, num_workers=3))
-    watch = WorkerWatch(lambda: iterator)
+    watch = WorkerWatch(lambda: iterator, lambda: 0)
 
     def open_the_slow_one() -> None:
         while (compat.ready_share(iterator) or 0.0) < len(ready) / 5:
@@ -82,8 +84,10 @@ class Kernel:
         ``files`` has the text of each file of a process, by the step, and ``threads`` that of each thread's schedstat.
         """
         iterator = iter(loader(Samples(4), num_workers=workers))
-        watch = WorkerWatch(lambda: iterator)
+        done = 0
+        watch = WorkerWatch(lambda: iterator, lambda: done)
         for step in range(1, steps + 1):
+            done = step
             for pid in compat.worker_pids(iterator) or [os.getpid()]:
                 (self.proc / str(pid)).mkdir(exist_ok=True)
                 for name, text in files.items():
@@ -93,8 +97,7 @@ class Kernel:
                     folder.mkdir(parents=True, exist_ok=True)
                     (folder / "schedstat").write_text(text(step))
             self.clock.spend(1.0)
-            watch.poll(step)
-            watch.poll_threads()
+            watch.poll()
         assert len(list(iterator)) == 4  # which also ends the workers
         return watch.facts()
 
@@ -108,12 +111,10 @@ def test_the_threads_of_a_pool_count_for_their_worker(kernel: Kernel) -> None:
     """Two workers whose main threads run for half of each second, with two more threads that also wait for a core."""
     pool = dict.fromkeys((1, 2), lambda step: f"{4 * step * 10**8} {4 * step * 10**8} 1\n")
     threads = {0: lambda step: f"{5 * step * 10**8} 0 1\n", **pool}
-    mapped = "7f00-7f01 r-xp 0 0 0 /site-packages/cv2/cv2.abi3.so\n"
-    facts = kernel.observed(workers=2, threads=threads, maps=lambda step: mapped)
+    facts = kernel.observed(workers=2, threads=threads)
     assert (facts.runnable_share, facts.delayed_share) == (pytest.approx(0.5), 0)
     assert facts.runnable_threads == pytest.approx(0.5 + 2 * 0.8)
     assert facts.worker_cores == pytest.approx(0.5 + 2 * 0.4)
-    assert facts.pool_library == "cv2"
 
 
 def test_reads_from_storage_are_counted_for_each_batch(kernel: Kernel) -> None:
@@ -125,6 +126,9 @@ def test_reads_from_storage_are_counted_for_each_batch(kernel: Kernel) -> None:
     assert facts.late_storage_bytes_per_batch == pytest.approx(10)
 
 
-def test_workers_in_state_d_wait_for_storage(kernel: Kernel) -> None:
-    facts = kernel.observed(workers=2, stat=lambda step: f"7 (a (b) c) {'D' if step % 2 else 'S'} 1 2 3")
-    assert (facts.samples, facts.storage_wait_share) == (20, 0.5)
+def test_workers_in_state_d_wait_for_storage(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, stat = cycle("SSDD"), process_stat(os.getpid())
+    assert stat is not None
+    monkeypatch.setattr(cores, "process_stat", lambda pid: stat._replace(state=next(states)))
+    facts = kernel.observed(workers=2)
+    assert facts.storage_wait_share == 0.5

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
-from lightning_gpu_tools.advice.findings import Cause, Finding, evidence_of_storage, storage_sentence
+from lightning_gpu_tools.advice.findings import Cause, Finding, sentence_of
 from lightning_gpu_tools.advice.lost_time import lost_in, phases_of, times_rarer
 from lightning_gpu_tools.training.phases import CHECKPOINT
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -16,10 +16,6 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
     plugin = ": Trainer(plugins=[AsyncCheckpointIO(PortableCheckpointIO())])" if run.has_trainer else ""
-    storage = run.checkpoint_storage
-    where = storage_sentence(storage, subject="Their folder ")
-    if storage is not None and storage.is_network:
-        where += " Saving to a local disk and copying them later may be faster."
     for phase in phases_of(run, CHECKPOINT):
         times, interval = times_rarer(run, phase), ""
         if run.checkpoints:
@@ -27,14 +23,13 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
             interval = f": ModelCheckpoint(every_n_train_steps={times * steps})"
             if run.epoch_steps and steps >= run.epoch_steps:
                 interval = f": ModelCheckpoint(every_n_epochs={times * round(steps / run.epoch_steps)})"
-        advice = f"Save {times} times less often{interval}. Or save in the background{plugin}.{where}"
-        yield lost_in(
-            run, phase, begins="Writing checkpoints takes", advice=advice, evidence=evidence_of_storage(storage)
-        )
+        advice = f"Save {times} times less often{interval}. Or save in the background{plugin}."
+        advice += sentence_of(run.checkpoint_storage, "Their folder ")
+        yield lost_in(run, phase, begins="Writing checkpoints takes", advice=advice)
 
 
 CAUSE = Cause(
-    says="Writing checkpoints takes ...; their folder is on `nfs4`, `ext4`, ...",
+    says="Writing checkpoints takes ...",
     change="save less often, by the factor in the advice; `AsyncCheckpointIO`; save to a local disk",
     find=find,
     ignores_min_cost=True,

@@ -22,7 +22,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     mean_s, idle = mean_wait_s(run.ranks), run.gpu_idle
     if mean_s is None:
         if run.on_gpu and idle is not None:
-            yield _sending(run, idle.step_s.get(RANK_WAIT_IN_STEP, 0.0) / max(1, idle.samples))
+            yield _sending(run, fmean(step.get(RANK_WAIT_IN_STEP, 0.0) for step in idle.steps_s or [{}]))
         return
     late_s = fmean(rank.others_late_s or 0.0 for rank in run.ranks)
     if run.on_gpu and late_s < mean_s / 2:

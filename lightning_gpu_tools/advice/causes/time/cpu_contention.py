@@ -14,7 +14,7 @@ from lightning_gpu_tools.advice.examples import contended
 from lightning_gpu_tools.advice.findings import Cause, Evidence, Finding, Variant
 from lightning_gpu_tools.advice.lost_time import idle_share, longest_group, lost_time
 from lightning_gpu_tools.training.phases import PAUSES, RANK_WAIT
-from lightning_gpu_tools.training.run_measurements import MANY_THREADS, CoreFacts, LoadingFacts, RunMeasurements
+from lightning_gpu_tools.training.run_measurements import MANY_THREADS, CoreFacts, RunMeasurements
 from lightning_gpu_tools.units import format_duration, plural, printable
 
 # Our defaults.
@@ -81,15 +81,15 @@ def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
 
 def one_thread_per_worker(run: RunMeasurements) -> str:
     """Return how to limit the thread pools of libraries in the workers; empty unless they take more than all cores."""
-    workers, seen = 0 if run.loader is None else run.loader.num_workers, run.loading or LoadingFacts()
-    threads = seen.runnable_threads or 0.0
+    workers = 0 if run.loader is None else run.loader.num_workers
+    threads = 0.0 if run.loading is None else run.loading.runnable_threads or 0.0
     if threads < MANY_THREADS or workers * run.host.local_ranks * threads <= _FULL * run.host.cores:
         return ""
     each = "The worker" if workers == 1 else f"Each of the {workers} workers"
-    calls = ("cv2.setNumThreads(0), " if seen.pool_library else "") + "torch.set_num_threads(1)"
     return (
         f"{each} keeps {threads:.1f} threads runnable, on {in_cores(run.host.cores)}. Limit libraries to one thread in "
-        f"worker_init_fn: {calls}, and for NumPy threadpoolctl.threadpool_limits(1)."
+        "worker_init_fn: torch.set_num_threads(1), with cv2 also cv2.setNumThreads(0), and for NumPy "
+        "threadpoolctl.threadpool_limits(1)."
     )
 
 

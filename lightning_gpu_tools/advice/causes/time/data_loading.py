@@ -23,12 +23,11 @@ from lightning_gpu_tools.advice.findings import (
     Finding,
     Variant,
     as_times,
-    evidence_of_storage,
     is_of_program,
     known,
     median_interval,
     seen_in,
-    storage_sentence,
+    sentence_of,
     top_line_sentence,
     top_source_lines,
 )
@@ -202,7 +201,6 @@ def _of_torch_loader(
         "load_ms_per_batch": wall_s * 1e3,
         "load_cpu_ms_per_batch": None if cpu_s is None else cpu_s * 1e3,
         "workers_runnable_threads": seen.runnable_threads,
-        **evidence_of_storage(run.storage),
     }
     found = replace(found, evidence={**found.evidence, **known(evidence)})
     at_once = _fetched_at_once(run, loader, min(cpu_s or 0.0, wall_s), computes=computing >= _COMPUTING)
@@ -257,20 +255,16 @@ def _shortage(
             f"prefetch_factor={2 * (now.prefetch_factor or 2)} (now {now.prefetch_factor}), or in_order=False, which "
             "changes the order of batches."
         )
-    in_memory = run.storage is not None and run.storage.is_memory
-    may_be_remote = run.storage is None or run.storage.is_network  # a copy on a local disk may be faster
-    if not in_memory and (early_bytes := _read_when_cold(run, seen)):
-        copy = " For the first one, copy the data to a local disk." if may_be_remote else ""
+    if early_bytes := _read_when_cold(run, seen):
         return "cold_cache", (
             f"Early batches read {format_bytes(early_bytes)} each from storage, later ones from the page cache."
-            f"{storage_sentence(run.storage)} Later epochs need no change.{copy}"
+            f"{sentence_of(run.storage)} Later epochs need no change. For the first one, copy the data to a local disk."
         )
-    if not in_memory and computing < _COMPUTING and (seen.storage_wait_share or 0.0) > _STORAGE_WAIT:
-        changes = "pack small files into large ones, or keep decoded samples in memory"
-        changes = f"Copy the data to a local disk, {changes}" if may_be_remote else changes.capitalize()
+    if computing < _COMPUTING and (seen.storage_wait_share or 0.0) > _STORAGE_WAIT:
         advice = (
             f"The workers were waiting for storage in {100 * (seen.storage_wait_share or 0.0):.0f}% of the polls."
-            f"{storage_sentence(run.storage)} {changes}."
+            f"{sentence_of(run.storage)} Copy the data to a local disk, pack small files into large ones, or keep "
+            "decoded samples in memory."
         )
         if planned > now.num_workers:
             more = f"{reasons} Then more" if reasons else "More"
