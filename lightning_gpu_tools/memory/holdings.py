@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,9 +13,6 @@ import torch
 from lightning_gpu_tools.memory.blocks import live_blocks
 from lightning_gpu_tools.memory.readings import MemoryHoldings
 
-# Attributes of DeepSpeed's optimizers (0.19: ZeRO 3; 1 and 2).
-_MASTER_WEIGHTS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
-_GRADIENTS = ("grad_partitions_flat_buffer", "averaged_gradients")
 # Of cuBLASLt, by aten/src/ATen/cuda/CUDABlas.cpp, in versions of torch whose cuBLASLt does not share that of cuBLAS.
 _LT_WORKSPACE = 2**20
 _HOPPER = 9  # major compute capability, from which on workspaces are larger
@@ -47,20 +44,20 @@ def count_holdings(training: Training) -> MemoryHoldings:
     module, optimizers, weights = training.module, training.optimizers, weights_of(training)
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     of_gradients: set[int] = set()
-    gradients_bytes = _size([gradients, _attributes(optimizers, _GRADIENTS)], training.device, of_gradients)
+    gradients_bytes = _size(gradients, training.device, of_gradients)
     # With DDP's gradient_as_bucket_view=True, a gradient is a view of larger storage.
     are_views = any(one.layout is torch.strided and one.untyped_storage().nbytes() > one.nbytes for one in gradients)
     seen: set[int] = set()
 
-    def size(*objects: object) -> int:
-        return _size(objects, training.device, seen)
+    def size(tensors: object) -> int:
+        return _size(tensors, training.device, seen)
 
     held = MemoryHoldings(
-        parameters_bytes=size(weights, [getattr(weight, "ds_tensor", None) for weight in weights]),
+        parameters_bytes=size(weights),
         gradients_bytes=gradients_bytes,
         gradients_kept_bytes=gradients_bytes,
         gradient_buckets_bytes=gradients_bytes if training.is_plain_ddp and not are_views else 0,
-        optimizer_bytes=size([[*one.state.values()] for one in optimizers], _attributes(optimizers, _MASTER_WEIGHTS)),
+        optimizer_bytes=size([[*one.state.values()] for one in optimizers]),
         buffers_bytes=0 if module is None else size([*module.buffers()]),
     )
     # cuBLAS' workspaces: tensors of exactly their size that are nothing else.
@@ -98,10 +95,6 @@ def weights_of(training: Training) -> list[torch.nn.Parameter]:
     if training.module is not None:
         return list(training.module.parameters())
     return [weight for one in training.optimizers for group in one.param_groups for weight in group["params"]]
-
-
-def _attributes(optimizers: Iterable[object], names: Iterable[str]) -> list[object]:
-    return [getattr(optimizer, name, None) for optimizer in optimizers for name in names]
 
 
 def _size(objects: object, device: torch.device, seen: set[int]) -> int:

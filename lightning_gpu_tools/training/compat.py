@@ -259,14 +259,6 @@ def compilations() -> list[Any] | None:
     return None if read is None else read()
 
 
-def compiles_backward() -> bool:
-    """Return whether compiled autograd runs backward, so that a hook would become part of the compiled code.
-
-    Without it, the wait for other ranks in such a backward is measured by hooks, for which torch compiles it again.
-    """
-    return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False))
-
-
 def allowed_bytes(gpu: torch.device) -> float:
     """Return the GPU memory that the program lets torch use. Without the function, it is unlimited."""
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)

@@ -114,8 +114,6 @@ class RankExchange(BackgroundJobs):
         self._is_new = self._has_begun = False
         self._interval_s = _FIRST_S
         self._wanted_s = monotonic() + _FIRST_S
-        self._ending: tuple[float, float] | None = None  # start time and time limit
-        self._ended = threading.Event()
 
     @property
     def ranks(self) -> int:
@@ -142,19 +140,29 @@ class RankExchange(BackgroundJobs):
     def finish(self, timeout_s: float) -> list[int]:
         """Publish once more, wait on rank 0 for the other ranks, and return those that are missing."""
         self._facts = {"is_last": True, **self._facts}
-        self._is_new = True
-        self._ending = monotonic(), timeout_s
-        self.publish()
+        until_s, has_ended = monotonic() + timeout_s, threading.Event()
+
+        def gather() -> float:
+            self._board.post(**self._facts)
+            while self._late() and self._board.is_shared and monotonic() < until_s:
+                time.sleep(_POLL_S)
+                self._board.read(self._late())
+            if self._place.rank == 0:
+                self._receive(self.entries())
+            has_ended.set()
+            return math.inf
+
         if self._board.is_shared:
-            self._ended.wait(max(timeout_s, _ANSWER_S))
-        self.close()
+            self.add("Gathering the last facts of other ranks", gather)
+            has_ended.wait(max(timeout_s, _ANSWER_S))
+        else:
+            gather()
+        super().close(_ANSWER_S if has_ended.is_set() else 0.0)
         return self._late()
 
     @override
     def close(self, timeout_s: float = _ANSWER_S) -> None:
-        """End the thread, without waiting if it is late. Idempotent."""
-        is_late = self._ending is not None and not self._ended.is_set()
-        super().close(0.0 if is_late else timeout_s)
+        super().close(timeout_s)
 
     def _late(self) -> list[int]:
         ranks = () if self._place.rank else range(1, self._place.world_size)
@@ -163,12 +171,9 @@ class RankExchange(BackgroundJobs):
     # In the thread
 
     def _exchange(self) -> float:
-        ending = self._ending  # read first: it is set after the last facts
         if self._is_new:
             self._is_new = False
             self._board.post(**self._facts)
-        if ending is not None:
-            return self._end(*ending)
         now_s = monotonic()
         if now_s >= self._wanted_s:
             self.wanted = True
@@ -185,14 +190,3 @@ class RankExchange(BackgroundJobs):
         place = self._place
         first = place.rank - place.local_rank
         return range(first, min(first + place.local_ranks, place.world_size))
-
-    def _end(self, since_s: float, limit_s: float) -> float:
-        """Gather the last entries as they arrive."""
-        elapsed_s = monotonic() - since_s
-        self._board.read(self._late())
-        if not self._late() or elapsed_s >= limit_s or not self._board.is_shared:
-            if self._place.rank == 0:
-                self._receive(self.entries())
-            self._ended.set()
-            return math.inf
-        return min(max(_POLL_S, elapsed_s / 4), since_s + limit_s - monotonic())

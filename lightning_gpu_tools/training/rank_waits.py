@@ -73,8 +73,6 @@ class RankWaits:
         """Wrap a function that runs backward to charge the wait at its end as a wait."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            # With compiled autograd, a hook would become part of the compiled code.
-            self.unseen = self.unseen or compat.compiles_backward()
             if self.unseen or not self._clock.running:
                 return backward(*args, **kwargs)
             self._has_computed = False

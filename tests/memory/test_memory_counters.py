@@ -55,17 +55,6 @@ def test_gradients_that_ddp_copies_count_twice(are_views: bool) -> None:
     assert (held.gradients_bytes, held.gradient_buckets_bytes) == (72 * FLOATS, 0 if are_views else 72 * FLOATS)
 
 
-def test_deepspeeds_part_counts() -> None:
-    """Hold the parts that ZeRO 3 does: parameters are empty, their parts and the optimizer's lie in flat tensors."""
-    module = nn.Linear(8, 8, bias=False)
-    module.weight.data = torch.empty(0)
-    module.weight.ds_tensor = torch.empty(16)  # type: ignore[assignment]
-    state = {"exp_avg": torch.empty(16), "exp_avg_sq": torch.empty(16)}
-    parts = {"fp32_partitioned_groups_flat": [torch.empty(16)], "grad_partitions_flat_buffer": torch.empty(16)}
-    held = count_holdings(training(module, SimpleNamespace(state={0: state}, **parts)))
-    assert (held.parameters_bytes, held.gradients_bytes, held.optimizer_bytes) == (64, 64, 3 * 64)
-
-
 @pytest.fixture
 def first_of_four() -> Iterator[None]:
     """This process is rank 0 of four, of which the others are not there."""

@@ -208,42 +208,31 @@ def test_the_drivers_allocator_is_read_where_it_counts(tmp_path: Path) -> None:
         assert not account.peak_lines
 
 
-class Fails(Model):
-    """Asks for 6 GiB beside 512 MiB at step 3, frees all that it has, and keeps the error that it gets."""
+def test_torchs_own_error_goes_on_after_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ask for 6 GiB beside 512 MiB, free all of it, and keep the error."""
+    errors = []
 
-    error: BaseException | None = None
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        if batch_idx == 3:
+    class Fails(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
             held = taken(1 / 2)
             try:
                 taken(6)
             except torch.OutOfMemoryError as error:
                 del held
                 torch.cuda.empty_cache()
-                self.error = error
+                errors.append(error)
                 raise
-        return super().training_step(batch, batch_idx)
 
-
-def run_out(folder: Path, model: Model, *callbacks: Any) -> tuple[Report, BaseException]:
-    """Train until memory runs out, and return the report and the error."""
-    trainer = quiet_trainer(folder, accelerator="gpu", callbacks=list(callbacks))
+    advisor = GPUUtilizationAdvisor()
+    trainer = quiet_trainer(tmp_path, accelerator="gpu", callbacks=[advisor, GPUUtilizationMonitor()])
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer.fit(model, loader(Samples(60)))
-    return load_report(folder), caught.value
-
-
-def test_torchs_own_error_goes_on_after_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    advisor, model = GPUUtilizationAdvisor(), Fails()
-    report, error = run_out(tmp_path, model, advisor, GPUUtilizationMonitor())
-    assert error is model.error
-    assert report.outcome == "out of memory in forward at step 3"
+        trainer.fit(Fails(), loader(Samples(60)))
+    assert [caught.value] == errors
+    report = load_report(tmp_path)
+    assert report.outcome == "out of memory in forward at step 0"
     assert advisor.diagnosis.verdict == report.diagnosis.verdict == "out_of_memory"
     assert report.diagnosis.findings[0].evidence["requested_bytes"] == 6 * GIB
-    printed = capsys.readouterr().out
-    assert "Verdict: OUT OF MEMORY (out of memory in forward at step 3" in printed
-    assert "Why:     Out of memory in forward at step 3: torch asked for 6.00 GiB" in printed
+    assert "Why:     Out of memory in forward at step 0: torch asked for 6.00 GiB" in capsys.readouterr().out
 
 
 @pytest.mark.follows("call optimizer.step() after every {} batches, with the loss divided by {},")

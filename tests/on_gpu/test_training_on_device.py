@@ -1,18 +1,15 @@
 """A real training on a real GPU: the metrics that the monitor logs, the report, and the advisor's findings."""
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 from trainings import Model, Samples, loader, logged, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, watch
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.reports.report import Report, load_report
 
 BUFFER_BYTES = 2**28
@@ -67,23 +64,3 @@ def test_a_busy_gpu_is_logged_as_busy_and_found_healthy(tmp_path: Path) -> None:
     assert metrics[f"gpu/{gpu.index}/energy_joules"][-1] > metrics[f"gpu/{gpu.index}/energy_joules"][0]
     assert gpu.uuid == f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     assert report.diagnosis.verdict == "healthy", report.diagnosis.why
-
-
-def test_a_loop_with_fabric_samples_and_logs_its_gpu(tmp_path: Path) -> None:
-    """The GPU waits for data for some 30 ms of each step."""
-    logger = FabricCSVLogger(tmp_path)
-    fabric = Fabric(accelerator="cuda", devices=1, loggers=[logger])
-    layer = torch.nn.Linear(4, 1)
-    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=1e-6))
-    batches = fabric.setup_dataloaders(loader(Samples(100, time.sleep, 0.03)))
-    with watch(fabric, min_seconds=1) as run:
-        for batch in run.batches(batches):
-            torch.cuda._sleep(10_000_000)
-            fabric.backward(model(batch).square().mean())
-            optimizer.step()
-    report = load_report(logger.log_dir)
-    assert report.diagnosis.verdict == "low"
-    assert report.diagnosis.findings[0].cause == "data_loading"
-    assert report.diagnosis.gpu_idle_percent["data_loading"] > 40
-    assert 0 < report.gpus[0].utilization_percent_mean < 60
-    assert logged(Path(logger.log_dir))["gpu/0/utilization_percent/mean"]
