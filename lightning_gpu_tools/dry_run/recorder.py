@@ -48,7 +48,7 @@ from lightning_gpu_tools.memory.blocks import (
 )
 from lightning_gpu_tools.memory.counters import read_memory
 from lightning_gpu_tools.memory.holdings import fixed_sizes, plain_tensors, workspace_sizes
-from lightning_gpu_tools.memory.readings import Block, MemoryLine, MemoryReading, Segment, StepMemory
+from lightning_gpu_tools.memory.readings import Block, MemoryLine, Segment, StepMemory
 from lightning_gpu_tools.patches import frames_kept
 from lightning_gpu_tools.trainer.import_hooks import when_imported
 from lightning_gpu_tools.training import compat
@@ -327,8 +327,7 @@ class _Gpu:
         events = [*self._between, *self._events]
         weights = {id(weight): weight for weight in weights}.values()
         found = events_with_growth(with_phases(events), weights, is_mixed=is_mixed, fixed=fixed_sizes(self.gpu))
-        unread = MemoryReading(allocated_bytes=0, reserved_bytes=0)
-        self.steps.append(StepMemory(step=step, batch_shape=(batch_size,), begin=unread, end=unread, events=found))
+        self.steps.append(StepMemory(step=step, batch_shape=(batch_size,), events=found))
 
 
 def _names(**parts: object) -> dict[int, str]:

@@ -29,6 +29,9 @@ class MemoryReading:
     allocations: int = 0  # number of tensors allocated so far
 
 
+_UNREAD = MemoryReading(allocated_bytes=0, reserved_bytes=0)
+
+
 Stack = Sequence[Mapping[str, Any]]  # as torch records it, innermost frame first
 
 
@@ -64,8 +67,8 @@ class StepMemory:
 
     step: int  # by the step clock, starting at 1
     batch_shape: tuple[int, ...] = ()  # of the first tensor of the batch; empty if unknown
-    begin: MemoryReading  # includes the batch and, with a Trainer, the old gradients
-    end: MemoryReading  # after the optimizer
+    begin: MemoryReading = _UNREAD  # includes the batch and, with a Trainer, the old gradients
+    end: MemoryReading = _UNREAD  # after the optimizer
     # By its own allocations, at their peak and at that of forward; else by those of the last step that was recorded.
     added_bytes: int = 0
     forward_bytes: int = 0

@@ -26,6 +26,7 @@ from lightning_gpu_tools.training.run_measurements import Recompiled, SourceLine
 from lightning_gpu_tools.training.stacks import PACKAGES, TRAINER_FUNCTIONS, owner_of
 from lightning_gpu_tools.training.stopwatch import Stopwatch
 
+_COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 # Our defaults.
 _MAX_FILES = 10_000  # in the cache
 _MAX_LINES = 1000  # to return, most frequent first
@@ -81,6 +82,8 @@ def line_in(stack: Iterable[Mapping[str, Any]], *, or_torchs: bool = False) -> S
         if owner == "trainer" and frame["name"] in TRAINER_FUNCTIONS:
             break
         if owner == "user":
+            if users is not None and users["name"] in _COMPREHENSIONS and frame["filename"] == users["filename"]:
+                users = {**users, "name": frame["name"]}  # which contains the comprehension
             users = users or frame
         elif owner in ("library", "trainer"):
             library = library or frame
