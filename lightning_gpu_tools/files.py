@@ -257,10 +257,13 @@ def _reaching(url: str | os.PathLike[str], passed: type[OSError] = OSError) -> I
     except passed:
         raise
     except Exception as error:  # each file system raises errors of the packages that it uses
+        missing = getattr(error.__cause__, "name", None) if isinstance(error, ImportError) else None
         status = getattr(error, "status", None)
         words = f"the server answers {status} {getattr(error, 'message', '')}".rstrip() if status else error
-        reason = printable(words, 200) or type(error).__name__  # also names a missing package
+        reason = printable(words, 200) or type(error).__name__
         advice = "Check the URL and your access to it, or use a local file"
+        if missing:
+            advice = f"To install it: pip install {printable({'smbclient': 'smbprotocol'}.get(missing, missing))}"
         unreachable = UnreachableError(f"{printable_path(url)} cannot be opened: {reason}. {advice}.")
         unreachable.strerror = f"{reason}. {advice}"
         raise unreachable from error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.inert_pickle import Opaque, StandIn
@@ -19,6 +20,7 @@ LIGHTNING_VERSION = "pytorch-lightning_version"
 MODEL_STATES = ("state_dict", "current_model_state")
 # Arguments of classes. Tensors in them are not weights.
 _ARGUMENTS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
+_VERSION = re.compile(r"\d{1,9}(\.\d{1,9}){1,3}[\w.+-]{0,40}")
 _MAX_LEVELS = 3  # "callbacks", "StochasticWeightAveraging", "average_model_state"
 # Our default, ten times more than in any real model. A hostile file can hold one module in a billion places.
 _MAX_PARTS = 1_000_000
@@ -66,9 +68,29 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
     return entries
 
 
+def check_training_state(content: Any, path: object) -> None:
+    """Raise if an entry of a Lightning checkpoint is of another type than Lightning writes, so that loading fails."""
+    for name, fits in _RESTORED.items() if is_lightning_checkpoint(content) else ():
+        if name in content and not (isinstance(content[name], Opaque) or fits(content[name])):  # only its class knows
+            raise BrokenCheckpointError(
+                f"{printable_path(path)} cannot be resumed: its {name} is {describe_content(content[name])}, which no "
+                "Trainer writes. Use an earlier checkpoint, or load its weights with lightning_gpu_tools.load_weights."
+            )
+
+
 def is_named(value: Any) -> bool:
     """Return whether this is a dictionary with string keys."""
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+# Entries that a Trainer restores, and whether a value can be restored.
+_RESTORED: Mapping[str, Callable[[Any], object]] = {
+    LIGHTNING_VERSION: lambda value: isinstance(value, str) and _VERSION.fullmatch(value),
+    "hyper_parameters": is_named,
+    "callbacks": lambda value: isinstance(value, Mapping),
+    "loops": lambda value: value is None or isinstance(value, Mapping),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers"), lambda value: isinstance(value, list)),
+}
 
 
 def is_state_dict(value: Any) -> bool:

@@ -57,8 +57,13 @@ class Fit(NamedTuple):
         names = {key: plan.rename(key) for key in (*plan.unexpected, *plan.clashes)}
         if not self.strict:  # otherwise, `apply` refuses names that are already taken
             first = {name: key for key, name in reversed(names.items())}
+            untracked = self.keys.untracked  # which InstanceNorm refuses
             taken = {*plan.renames.values(), *plan.tied}
-            names = {key: name for key, name in names.items() if name not in taken and first[name] == key}
+            names = {
+                key: name
+                for key, name in names.items()
+                if name not in taken and first[name] == key and without_private_segments(name) not in untracked
+            }
         return names
 
     def choice(self) -> str:
@@ -304,12 +309,12 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
         if not dtype.is_complex:
             return f"a complex number cannot become {name_of(dtype)}"
         numbers = torch.view_as_real(numbers.resolve_conj())
-    if numbers.is_floating_point() and numbers.element_size() < 4:
+    is_float, real = numbers.is_floating_point(), dtype.to_real()
+    if is_float and real.is_floating_point and torch.finfo(numbers.dtype).max <= torch.finfo(real).max:
+        return ""  # without a look at the numbers
+    if is_float and numbers.element_size() < 4:
         numbers = numbers.float()  # float8 can be compared only so
-    if dtype.is_floating_point or dtype.is_complex:
-        real = dtype.to_real()
-        if numbers.is_floating_point() and torch.finfo(numbers.dtype).max <= torch.finfo(real).max:
-            return ""
+    if real.is_floating_point:
         cast = numbers.to(real)
         cast = cast.float() if real.itemsize == 1 else cast
         changed = numbers.isfinite() & ~cast.isfinite()

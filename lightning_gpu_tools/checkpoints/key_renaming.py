@@ -34,6 +34,8 @@ from lightning_gpu_tools.units import plural, printable
 
 # Names of the two factors in peft, loralib and diffusers.
 _LORA = r"(?<![A-Za-z])lora[._](?:A|B|down|up|embedding_A|embedding_B)(?![A-Za-z])"
+# One of the two parts of a weight by torch.nn.utils.weight_norm, or by that of torch.nn.utils.parametrizations.
+_WEIGHT_NORM = re.compile(r"(?:^|\.)(?:weight_g|parametrizations\.\w+\.original0)$")
 # Patterns of keys without a match that show which tool has changed the checkpoint, or else the model; and what to do.
 _HINTS_OF_CHECKPOINT = {
     re.compile(_LORA): (
@@ -45,11 +47,16 @@ _HINTS_OF_CHECKPOINT = {
         "full weights from torch.distributed.checkpoint.state_dict.get_model_state_dict with "
         "StateDictOptions(full_state_dict=True)."
     ),
+    _WEIGHT_NORM: (
+        "It was saved with weight_norm. Create the model with torch.nn.utils.parametrizations.weight_norm on these "
+        "layers."
+    ),
 }
 _HINTS_OF_MODEL = {
     re.compile(rf"{_LORA}|^base_model\.model\.|\.base_layer\."): (  # the latter two by get_peft_model
         "The model has been changed by peft. Load the weights before get_peft_model."
     ),
+    _WEIGHT_NORM: ("The model has weight_norm. Load the weights before weight_norm is called."),
 }
 
 
@@ -185,6 +192,7 @@ class ModelKeys:
     wrappers: frozenset[str] = frozenset()  # paths of modules that contain only a child called ``module``
     tied: Mapping[str, str] = field(default_factory=dict)  # each key of a tied tensor -> first key of the tensor
     optional: frozenset[str] = frozenset()  # keys that a complete checkpoint may lack
+    untracked: frozenset[str] = frozenset()  # statistics that a norm does not keep, as in files of torch 0.3
     self_loading: frozenset[str] = frozenset()  # modules with their own loading code, as paths without private segments
 
 

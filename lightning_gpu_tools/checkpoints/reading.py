@@ -9,7 +9,13 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_gpu_tools.checkpoints.content import all_state_dicts, check_contents, describe_content, put_weights
+from lightning_gpu_tools.checkpoints.content import (
+    all_state_dicts,
+    check_contents,
+    check_training_state,
+    describe_content,
+    put_weights,
+)
 from lightning_gpu_tools.checkpoints.formats import opened_source
 from lightning_gpu_tools.checkpoints.inert_pickle import Opaque, beyond_plain_data
 from lightning_gpu_tools.checkpoints.key_renaming import quoted
@@ -116,6 +122,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> tuple[Structure, tuple[st
                         f"{printable_path(path)}: the weight {quoted(key)} is {describe_content(value)}. Save a "
                         "module's state_dict."
                     )
+        check_training_state(content, path)
         return structure, classes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from lightning_gpu_tools.checkpoints.content import (
     likely,
     unopened_objects,
 )
+from lightning_gpu_tools.checkpoints.formats.other_programs import SAVE_ARRAYS
 from lightning_gpu_tools.checkpoints.inert_pickle import explain_blocked
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import (
@@ -42,6 +44,8 @@ from lightning_gpu_tools.errors import (
 )
 from lightning_gpu_tools.units import printable, printable_path
 
+# What a pickle builds NumPy arrays by.
+_ARRAY = re.compile(r"numpy\.(_core|core)\.(multiarray\._reconstruct|numeric\._frombuffer)")
 _PLAIN = (torch.Tensor, nn.Parameter)  # the usual case; checks for other types take longer than copying
 
 
@@ -94,10 +98,12 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
     if entries:
         return entries
     kinds = unopened_objects(content)
+    if any(map(_ARRAY.fullmatch, kinds)):
+        raise BrokenCheckpointError(f"{printable_path(path)} holds NumPy arrays instead of tensors. {SAVE_ARRAYS}")
     if not kinds:
         raise BrokenCheckpointError(
-            f"{printable_path(path)} holds no weights, only {describe_content(content)}. Weights are tensors by name, "
-            "at most two dictionaries deep. Save them so: torch.save(model.state_dict(), 'weights.pt')"
+            f"{printable_path(path)} holds no weights within two dictionaries, only {describe_content(content)}. Save "
+            "tensors by name: torch.save(model.state_dict(), 'weights.pt')"
         )
     raise UnsafeCheckpointError(
         f"{explain_blocked(str(path), kinds)}\n  It holds no weights that can be loaded without opening it. Ask its "
@@ -217,11 +223,14 @@ def read_model(model: nn.Module, checkpoint_keys: Collection[str] = ()) -> tuple
     wrappers = wrapper_paths(model)
     counters = {_inside(path, WRAPPER_COUNTER) for path in wrappers}
     self_loading = set()
+    untracked = set()
     unsaved = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.modules.batchnorm._NormBase):
             if is_old:
                 counters.add(_inside(path, _BATCH_COUNTER))
+            if not module.track_running_stats:
+                untracked |= {_inside(path, name) for name in ("running_mean", "running_var", _BATCH_COUNTER)}
         elif path not in wrappers and loads_itself(module):
             self_loading.add(without_private_segments(path))
         for name in getattr(module, "_non_persistent_buffers_set", ()):  # a ScriptModule may lack it
@@ -234,6 +243,7 @@ def read_model(model: nn.Module, checkpoint_keys: Collection[str] = ()) -> tuple
         wrappers=wrappers,
         tied={key: keys[0] for keys in keys_of.values() if len(keys) > 1 for key in keys},
         optional=frozenset((*unsaved, *(key for key in state if without_private_segments(key) in counters))),
+        untracked=frozenset(untracked),
         self_loading=frozenset(self_loading),
     )
     return keys, state

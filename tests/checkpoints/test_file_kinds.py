@@ -1,8 +1,12 @@
 """Files of other programs are named, and what the message advises leads to the weights."""
 
 import gzip
+import os
 import pickle
 import re
+import shutil
+import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -34,6 +38,45 @@ def refused(path: Path) -> str:
     return words.pop()
 
 
+def unpacked(path: Path) -> None:
+    torch.save(WEIGHTS, path.parent / "m.pt")
+    with zipfile.ZipFile(path.parent / "m.pt") as archive:
+        archive.extractall(path)
+
+
+def compressed(path: Path) -> None:
+    unpacked(path.parent / "there")
+    shutil.make_archive(str(path.parent / "made"), "zip", path.parent / "there")
+    (path.parent / "made.zip").rename(path)
+
+
+@pytest.mark.skipif(not shutil.which("zip"), reason="zip is not installed")
+@pytest.mark.follows("zip -0 -r {}.zip {}", "unpacked && cd unpacked")
+@pytest.mark.parametrize(
+    ("make", "name", "called"),
+    [
+        (unpacked, "folder", "is an unpacked checkpoint"),
+        (lambda path: unpacked(path.parents[1]), "folder/m/data.pkl", "is an unpacked checkpoint"),
+        (compressed, "it's a.pt", "another program has compressed"),
+    ],
+)
+def test_what_a_zip_program_has_made_is_zipped_again(
+    make: Callable[[Path], None], name: str, called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "given to me" / name
+    (tmp_path / "given to me").mkdir()
+    make(path)
+    words = refused(path)
+    assert called in words
+    command = re.search(r": ((cd|python) .*)$", words)[1]  # type: ignore[index]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(command, shell=True, check=True, env=environment, capture_output=True)
+    (made,) = tmp_path.rglob("m.zip")
+    load_weights(model := nn.Linear(3, 2), made)
+    assert torch.equal(model.weight, WEIGHTS["weight"])
+
+
 def program(path: Path) -> None:
     torch.export.save(torch.export.export(nn.Linear(3, 2), (torch.ones(1, 3),)), path)
 
@@ -62,12 +105,17 @@ def unpickled(path: Path) -> Any:
     return pickle.loads(path.read_bytes())
 
 
+def loaded(path: Path) -> Any:
+    return torch.load(path, weights_only=False)
+
+
 @pytest.mark.follows("torch.save({name: torch.as_tensor(array) for name, array in arrays")
 @pytest.mark.parametrize(
     ("make", "called", "load"),
     [
         (lambda path: np.savez(path.open("wb"), **ARRAYS), "holds NumPy arrays (.npz)", np.load),
         (lambda path: path.write_bytes(pickle.dumps(ARRAYS)), "such as Detectron2's", unpickled),
+        (lambda path: torch.save(ARRAYS, path), "holds NumPy arrays instead of tensors", loaded),
     ],
 )
 def test_numpy_arrays_are_saved_as_tensors(
@@ -75,7 +123,9 @@ def test_numpy_arrays_are_saved_as_tensors(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "a file")
-    words = refused(tmp_path / "a file")
+    with pytest.raises(BrokenCheckpointError) as refusal:
+        load_weights(nn.Linear(3, 2), tmp_path / "a file")
+    words = str(refusal.value)
     assert called in words
     exec(words.partition("save its arrays as tensors: ")[2], {"torch": torch, "arrays": load(tmp_path / "a file")})
     load_weights(model := nn.Linear(3, 2), "weights.pt")
@@ -97,6 +147,7 @@ NAMED: dict[str, tuple[bytes | Callable[[Path], Any], str]] = {
     "script.pt": (lambda path: torch.jit.script(nn.Linear(3, 2)).save(path), "is a TorchScript program. Use the"),
     "weights.h5": (hdf5, "is an HDF5 file, as Keras writes"),
     "model.onnx": (b"\x08\x08\x12\x07pytorch" + bytes(64), "is an ONNX model"),
+    "model.tflite": (b"\x1c\0\0\0TFL3", "is a TFLite model"),
     "lfs.pt": (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, .*: git lfs pull$"),
     "hf.bin": (b"Entry not found", 'is a text file, "Entry not found". .*download it again'),
     "page.pt": (b"\xef\xbb\xbf <HTML><body>Sign in", 'is a web page .*, "Sign in". Download the file itself'),

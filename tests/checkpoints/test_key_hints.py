@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, weight_norm
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_gpu_tools import load_weights
@@ -20,6 +21,20 @@ def refusal(model: nn.Module, path: Path) -> str:
     with pytest.raises(CheckpointMismatchError) as refused:
         load_weights(model, path)
     return str(refused.value)
+
+
+@pytest.mark.follows("It was saved with weight_norm.", "Load the weights before weight_norm is called")
+@pytest.mark.parametrize("norm", [weight_norm, parametrizations.weight_norm])
+def test_weight_norm_in_the_file_or_in_the_model_is_named(norm: Any, tmp_path: Path) -> None:
+    plain, normed = nn.Sequential(nn.Linear(3, 3)), nn.Sequential(norm(nn.Linear(3, 3)))
+    torch.save(normed.state_dict(), tmp_path / "a.pt")
+    torch.save(plain.state_dict(), tmp_path / "b.pt")
+    assert "The model has weight_norm. Load the weights before" in refusal(normed, tmp_path / "b.pt")
+    advice = re.search(r"Create the model with (torch[\w.]+) on these layers", refusal(plain, tmp_path / "a.pt"))
+    assert advice is not None
+    eval(advice[1])(plain[0])
+    load_weights(plain, tmp_path / "a.pt")
+    assert torch.allclose(plain[0].weight, normed[0].weight)
 
 
 def test_lora_weights_are_named() -> None:

@@ -88,14 +88,14 @@ def test_a_folder_by_hugging_face_leads_to_its_weights(tmp_path: Path) -> None:
     assert has_loaded(tmp_path)
 
 
-@pytest.mark.follows("Save them so: torch.save(")
+@pytest.mark.follows("tensors by name: torch.save(")
 @pytest.mark.parametrize("content", [{"a": {"b": {"c": WEIGHTS}}}, [WEIGHTS, 3], {"a": WEIGHTS["0.bias"].numpy()}])
 def test_weights_in_other_places_are_saved_alone(content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save(content, "a.pt")
-    with pytest.raises(BrokenCheckpointError, match="holds no weights, only a ") as refusal:
+    with pytest.raises(BrokenCheckpointError, match="holds no weights within two dictionaries, only a ") as refusal:
         load_weights(net(), "a.pt", weights_only=False)
-    exec(str(refusal.value).partition("Save them so: ")[2], {"torch": torch, "model": SOURCE})
+    exec(str(refusal.value).partition("tensors by name: ")[2], {"torch": torch, "model": SOURCE})
     assert has_loaded("weights.pt")
 
 

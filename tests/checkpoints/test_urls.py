@@ -95,12 +95,15 @@ def test_an_unknown_protocol_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "foo://a.pt cannot be opened: Protocol not known: foo. Check" in refused("foo://a.pt", tmp_path, capsys)
 
 
+@pytest.mark.follows("To install it: pip install")
 def test_a_missing_package_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "s3://bucket/a.ckpt"
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    assert f"{url} cannot be opened: Install s3fs to access S3. Check" in refused(url, tmp_path, capsys)
+    assert f"{url} cannot be opened: Install s3fs to access S3. To install it: pip install s3fs." in refused(
+        url, tmp_path, capsys
+    )
     torch.save(WEIGHTS, tmp_path / "a.pt")
     assert main(["checkpoint", "convert", str(tmp_path / "a.pt"), url]) == 1
     assert "Install s3fs to access S3" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,21 @@ def test_a_meta_model_gets_tensors_of_its_own(tmp_path: Path) -> None:
     assert target.head.weight is target.embed.weight
     (tmp_path / "a.pt").write_bytes(bytes((tmp_path / "a.pt").stat().st_size))
     assert contents(target) == contents(source)
+
+
+@pytest.mark.parametrize("wrap", [lambda net: net, compiled, nn.DataParallel])
+def test_statistics_that_a_norm_does_not_keep_are_left_out(
+    wrap: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    source = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True))
+    old = {key: value for key, value in source.state_dict().items() if "tracked" not in key}  # as torch 0.3 saved it
+    torch.save(old, tmp_path / "a.pt")
+    target = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4))
+    with pytest.raises(CheckpointMismatchError, match=r"not in the model: 1\.running_mean, 1\.running_var"):
+        load_weights(wrap(target), tmp_path / "a.pt")
+    report = load_weights(wrap(target), tmp_path / "a.pt", strict=False)
+    assert report.unexpected == ("1.running_mean", "1.running_var")
+    assert torch.equal(target[0].weight, source[0].weight)
 
 
 def test_safetensors_load_also_without_a_list_of_tied_names(tmp_path: Path) -> None:

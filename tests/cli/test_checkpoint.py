@@ -1,6 +1,7 @@
 """``checkpoint inspect | verify | convert`` as a user runs them, on contents of all kinds."""
 
 import os
+import pkgutil
 import re
 import struct
 import subprocess
@@ -69,6 +70,17 @@ def test_verify_says_what_it_did_not_open(tmp_path: Path, run: Run) -> None:
     code, out, err = run("verify", path)
     assert (code, out) == (1, "")
     assert f"not plain tensors, so they cannot be loaded without opening it ({PATH_CLASS}): net.bias." in err
+
+
+@pytest.mark.follows("load its weights with lightning_gpu_tools.load_weights")
+def test_weights_load_where_verify_says_that_nothing_else_does(tmp_path: Path, run: Run) -> None:
+    torch.save({**LIGHTNING, "optimizer_states": {}}, path := str(tmp_path / "a.ckpt"))
+    code, _, err = run("verify", path)
+    words = r"a\.ckpt cannot be resumed: its optimizer_states is an empty dictionary, which no Trainer .* with (\S+)\.$"
+    advised = re.search(words, err.rstrip())
+    assert (code, bool(advised)) == (1, True)
+    pkgutil.resolve_name(advised[1])(model := nn.Linear(2, 2), path)  # type: ignore[index]
+    assert torch.equal(model.weight, WEIGHTS["weight"])
 
 
 @pytest.mark.usefixtures("memory_files")

@@ -39,7 +39,7 @@ def test_broken_missing_and_unsafe_files_are_told_apart(tmp_path: Path) -> None:
     torch.save({**torch.load(tmp_path / "a.ckpt"), "where": tmp_path}, tmp_path / "path.ckpt")
     with pytest.raises(BrokenCheckpointError, match="is cut short"):
         run.test(Lit(), ckpt_path=tmp_path / "cut.ckpt")
-    with pytest.raises(BrokenCheckpointError, match="holds no weights, only a list"):
+    with pytest.raises(BrokenCheckpointError, match="holds no weights within two dictionaries, only a list"):
         run.test(Lit(), ckpt_path=tmp_path / "list.ckpt")
     with pytest.raises(FileNotFoundError) as lightnings:
         TorchCheckpointIO().load_checkpoint(tmp_path / "gone.ckpt")

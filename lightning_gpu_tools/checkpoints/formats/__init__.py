@@ -28,7 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_gpu_tools.checkpoints.formats.other_programs import other_file
+from lightning_gpu_tools.checkpoints.formats.other_programs import other_file, unpacked
 from lightning_gpu_tools.checkpoints.key_tree import listed, shortened
 from lightning_gpu_tools.checkpoints.structure import SUFFIXES, Fault, Structure, any_error_is, damaged, faults_of
 from lightning_gpu_tools.errors import CheckpointNotFoundError
@@ -136,6 +136,9 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     with local_copy(path) as local:
         if os.path.isdir(local):
             with faults_of(path):
+                for folder in (local, *(os.path.join(local, name) for name in sorted(os.listdir(local)))):
+                    if os.path.isfile(os.path.join(folder, "data.pkl")):
+                        raise unpacked(os.path.abspath(folder))
                 raise Fault("is a folder without shards of a checkpoint", "Use a file, or the folder with all shards.")
         try:
             file = open(local, "rb")  # noqa: SIM115 - closed below
@@ -157,7 +160,7 @@ def describe(file: BinaryIO, path: str) -> Structure:
                 with collector_paused(), any_error_is(damaged("its description and its contents do not match")):
                     structure: Structure = form.describe(file, path, size_bytes)
                     return structure
-        raise other_file(size_bytes, head)
+        raise other_file(path, size_bytes, head)
 
 
 class Folder:

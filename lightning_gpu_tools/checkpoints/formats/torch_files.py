@@ -10,7 +10,7 @@ import zipfile
 from io import BytesIO
 from typing import BinaryIO
 
-from lightning_gpu_tools.checkpoints.formats.other_programs import other_zip
+from lightning_gpu_tools.checkpoints.formats.other_programs import compressed, other_zip
 from lightning_gpu_tools.checkpoints.inert_pickle import InertUnpickler
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, RESTORE, Fault, Record, Structure, damaged
 from lightning_gpu_tools.units import format_bytes, printable
@@ -36,7 +36,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
 
 def _describe_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     """Describe the pickle in the archive, and check it against the records."""
-    records = _read_records(file, size_bytes)
+    records = _read_records(file, path, size_bytes)
     if "byteorder" in records and records["byteorder"].read() != sys.byteorder.encode():
         raise Fault("was written on a machine with another byte order", "Convert it there to safetensors.")
     record = records["data.pkl"]
@@ -62,7 +62,7 @@ def _describe_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     )
 
 
-def _read_records(file: BinaryIO, size_bytes: int) -> dict[str, Record]:
+def _read_records(file: BinaryIO, path: str, size_bytes: int) -> dict[str, Record]:
     """Return the records of torch's zip archive by their names in the folder of the first one, as torch does.
 
     Refuses other archives, and those that readers of zip files may understand in different ways.
@@ -76,7 +76,7 @@ def _read_records(file: BinaryIO, size_bytes: int) -> dict[str, Record]:
     if "data.pkl" not in in_folders or "constants.pkl" in in_folders:
         raise other_zip(names)
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise Fault("is a checkpoint that another program has compressed", "Zip its files again without compression.")
+        raise compressed(path, names)
     root = names[0].partition("/")[0] + "/"
     records: dict[str, Record] = {}
     if len({name.lower() for name in names}) < len(names) or any(entry.flag_bits & _ENCRYPTED for entry in entries):
