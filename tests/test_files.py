@@ -175,7 +175,7 @@ def test_a_link_is_replaced_and_what_it_pointed_to_stays(tmp_path: Path) -> None
 
 
 def test_saving_and_loading_need_no_second_copy_of_the_weights(tmp_path: Path) -> None:
-    weights = torch.nn.Linear(1 << 13, 1 << 13, bias=False).state_dict()  # 256 MiB
+    weights = torch.nn.Linear(1 << 12, 1 << 13, bias=False).state_dict()  # 128 MiB
 
     def save_and_load() -> None:
         def grown_mb() -> float:
@@ -184,9 +184,9 @@ def test_saving_and_loading_need_no_second_copy_of_the_weights(tmp_path: Path) -
         write_checkpoint({"small": 1}, tmp_path / "small.ckpt")
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         write_checkpoint(weights, tmp_path / "big.ckpt")
-        assert grown_mb() < 64, f"saving took {grown_mb():.0f} MiB"
+        assert grown_mb() < 40, f"saving took {grown_mb():.0f} MiB"
         mapped = read_checkpoint(tmp_path / "big.ckpt")
-        assert grown_mb() < 64, f"reading took {grown_mb():.0f} MiB"
+        assert grown_mb() < 40, f"reading took {grown_mb():.0f} MiB"
         assert mapped["weight"][5, 7].item() == weights["weight"][5, 7].item()
 
     error = in_child(save_and_load)

@@ -21,11 +21,6 @@ class TiedTransformer(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def quantized() -> nn.Module:
-    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    return torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, dtype=torch.qint8)
-
-
 def normed() -> nn.Module:
     return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.SyncBatchNorm(3), nn.LSTM(3, 4))
 
@@ -34,7 +29,7 @@ def recurrent_with_module_child() -> nn.Module:
     return nn.ModuleDict({"module": nn.GRU(3, 4), "head": nn.ModuleList([nn.Linear(4, 1), nn.PReLU()])})
 
 
-ARCHITECTURES = [TiedTransformer, quantized, normed, recurrent_with_module_child]
+ARCHITECTURES = [TiedTransformer, normed, recurrent_with_module_child]
 
 
 class System(nn.Module):
@@ -67,10 +62,4 @@ def fill(net: nn.Module, seed: int) -> None:
 
 
 def contents(net: nn.Module) -> list[Any]:
-    tensors = [t.tolist() for name, t in (*net.named_parameters(), *net.named_buffers()) if "n_averaged" not in name]
-    packed = [
-        m.weight().dequantize().tolist()
-        for m in net.modules()
-        if "quantized" in type(m).__module__ and hasattr(m, "weight")
-    ]
-    return tensors + packed
+    return [t.tolist() for name, t in (*net.named_parameters(), *net.named_buffers()) if "n_averaged" not in name]

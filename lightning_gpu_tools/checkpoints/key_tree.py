@@ -170,3 +170,8 @@ def shortened(texts: Sequence[str], limit: int = 4) -> str:
     """Return texts on one line. Texts beyond ``limit`` are only counted."""
     hidden = len(texts) - limit
     return ", ".join(texts[:limit]) + (f", … and {hidden} more" if hidden > 0 else "")
+
+
+def quoted(*names: str) -> str:
+    """Return names in quotes, safe to print."""
+    return " and ".join(f'"{printable(name)}"' for name in names)

@@ -18,8 +18,7 @@ from lightning_gpu_tools.checkpoints.content import (
 )
 from lightning_gpu_tools.checkpoints.formats import opened_source
 from lightning_gpu_tools.checkpoints.inert_pickle import Opaque, beyond_plain_data
-from lightning_gpu_tools.checkpoints.key_renaming import quoted
-from lightning_gpu_tools.checkpoints.key_tree import list_groups
+from lightning_gpu_tools.checkpoints.key_tree import list_groups, quoted
 from lightning_gpu_tools.checkpoints.state_dicts import weights_in, whole_weights
 from lightning_gpu_tools.checkpoints.structure import Structure, TensorInfo, compare_with_checksums, faults_of
 from lightning_gpu_tools.checkpoints.torch_loading import described_weights, load_file, loaded, refusal

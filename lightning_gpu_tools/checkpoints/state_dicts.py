@@ -26,11 +26,12 @@ from lightning_gpu_tools.checkpoints.content import (
 )
 from lightning_gpu_tools.checkpoints.formats.other_programs import SAVE_ARRAYS
 from lightning_gpu_tools.checkpoints.inert_pickle import explain_blocked
-from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average, preferred, quoted
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average, preferred
 from lightning_gpu_tools.checkpoints.key_tree import (
     WRAPPER_COUNTER,
     Shape,
     list_groups,
+    quoted,
     without_private_segments,
     without_wrappers,
 )
@@ -50,12 +51,10 @@ _PLAIN = (torch.Tensor, nn.Parameter)  # the usual case; checks for other types 
 
 
 def shape_of(value: object) -> Shape | None:
-    """Return the shape of a tensor; ``None`` for anything else, and for tensors without a shape."""
-    if type(value) is torch.Tensor and not value.is_nested:  # a fast path, because there may be 300,000 tensors
+    """Return the shape of a tensor; ``None`` for anything else, and for tensors without a shape yet."""
+    if isinstance(value, torch.Tensor) and not nn.parameter.is_lazy(value):
         return tuple(value.shape)
-    if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value) or value.is_nested:
-        return None
-    return tuple(value.shape)
+    return None
 
 
 def name_of(kind: torch.dtype | torch.layout) -> str:
@@ -76,18 +75,18 @@ def is_sharded(value: Any) -> bool:
 def is_packed(value: Any) -> bool:
     """Return whether this is a tensor made of other tensors, such as torchao's quantized ones."""
     is_wrapper = type(value) not in _PLAIN and is_traceable_wrapper_subclass(value)
-    return is_wrapper and not (is_sharded(value) or value.is_nested)
+    return is_wrapper and not is_sharded(value)
 
 
 @contextlib.contextmanager
-def errors_about(path: object, model_class: type | None = None, note: str = "") -> Iterator[None]:
-    """Prefix checkpoint errors with the file. Name the model in mismatches, and append ``note`` to them."""
+def errors_about(path: object, model_class: type | None = None) -> Iterator[None]:
+    """Prefix checkpoint errors with the file, and mismatches with the model's class."""
     try:
         yield
     except CheckpointError as error:
         message = f"{printable_path(path)}: {error.args[0]}"
         if model_class is not None and isinstance(error, CheckpointMismatchError):
-            message = f"{printable_path(path)} does not fit {printable(model_class.__name__)}. {error.args[0]}{note}"
+            message = f"{printable_path(path)} does not fit {printable(model_class.__name__)}. {error.args[0]}"
         error.args = (message, *error.args[1:])
         raise
 

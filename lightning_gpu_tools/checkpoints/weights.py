@@ -15,8 +15,9 @@ from lightning_gpu_tools.checkpoints.content import Entries, likely
 from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights, has_same_numbers
 from lightning_gpu_tools.checkpoints.formats import checkpoint_at
 from lightning_gpu_tools.checkpoints.inert_pickle import describe_unread
-from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, is_average, plan_renaming, preferred, quoted
-from lightning_gpu_tools.checkpoints.key_tree import list_groups, shortened
+from lightning_gpu_tools.checkpoints.key_plan import RenamePlan
+from lightning_gpu_tools.checkpoints.key_renaming import is_average, plan_renaming, preferred
+from lightning_gpu_tools.checkpoints.key_tree import list_groups, quoted, shortened
 from lightning_gpu_tools.checkpoints.reading import read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
@@ -125,7 +126,7 @@ def load_weights(
     path = checkpoint_at(path)
     content, classes = read_weights(path, weights_only=weights_only)
     entries = weights_in(content, path)
-    with errors_about(path, type(model), f"\n  {describe_unread(classes)}" if classes else ""):
+    with errors_about(path, type(model)):
         fit = fit_weights(model, entries, root, strict)
         plan, loaded = copy_weights(model, fit)
     warn_of_averages(path, fit)

@@ -14,8 +14,8 @@ import torch
 from lightning_gpu_tools.checkpoints.content import MODEL_STATES, is_lightning_checkpoint, put_weights
 from lightning_gpu_tools.checkpoints.formats.hugging_face import DTYPE_OF_SAFETENSORS
 from lightning_gpu_tools.checkpoints.inert_pickle import describe_unread
-from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, quoted
-from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, list_groups
+from lightning_gpu_tools.checkpoints.key_plan import RenamePlan, clean_names
+from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, list_groups, quoted
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import (
     choose_entry,
@@ -98,15 +98,7 @@ def _repeated_bytes(value: torch.Tensor) -> int:
     return 0 if isinstance(value, LazyTensor) else value.nbytes - value.untyped_storage().nbytes()
 
 
-def convert(
-    source: str,
-    target: str,
-    *,
-    entry: str | None,
-    drop_root: str,
-    add_root: str,
-    weights_only: bool,
-) -> str:
+def convert(source: str, target: str, *, entry: str | None, drop_root: str, add_root: str, weights_only: bool) -> str:
     """Convert ``source`` to ``target``, as safetensors if it ends in ``.safetensors``, and return a summary.
 
     The other arguments are the command's options.
@@ -142,8 +134,7 @@ def convert(
     elif only_weights:
         write_checkpoint(converted[entry], target)
     else:
-        whole = put_weights(content, converted)
-        write_checkpoint(whole, target)
+        write_checkpoint(put_weights(content, converted), target)
     done = [plural(len(converted[entry]), "weight") + (f" of {quoted(entry)}" if others else ""), plan.describe()]
     if plan.unused:
         done.append(f"dropped: {list_groups(plan.unused)}")

@@ -20,7 +20,8 @@ from lightning_gpu_tools.checkpoints.content import (
 )
 from lightning_gpu_tools.checkpoints.copying import check_before_copying, own_what_modules_keep
 from lightning_gpu_tools.checkpoints.formats import checkpoint_at, opened_source
-from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, is_average
+from lightning_gpu_tools.checkpoints.key_plan import RenamePlan, clean_names
+from lightning_gpu_tools.checkpoints.key_renaming import is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name, list_groups
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.state_dicts import (
@@ -97,10 +98,7 @@ class PortableCheckpointIO(CheckpointIO):
             self.inner.save_checkpoint(portable, path, storage_options)
             return
         if storage_options is not None:
-            raise TypeError(
-                f"PortableCheckpointIO does not support storage_options, got {storage_options!r}. Set them in fsspec's "
-                "configuration."
-            )
+            raise TypeError(f"PortableCheckpointIO does not support storage_options, got {storage_options!r}.")
         write_checkpoint(portable, path)
 
     def load_checkpoint(
@@ -223,15 +221,10 @@ class PortableCheckpointIO(CheckpointIO):
             with errors_about(path, type(model)):
                 check_before_copying(model, fit, leave_out_misfits=False)
         plan = fit.plan
-        if change := plan.describe():
-            rank_zero_info(f"{printable_path(path)}: {change}.")
-        if any(map(is_average, fit.others)):
-            rank_zero_info(f"{printable_path(path)}: {fit.choice()}.")
-        if plan.dropped_root and plan.unused:
-            root = printable(plan.dropped_root)
-            rank_zero_warn(
-                f'{printable_path(path)}: only the content of "{root}" is loaded, not {list_groups(plan.unused)}.'
-            )
+        unused = f"not used: {list_groups(plan.unused)}" if plan.dropped_root and plan.unused else ""
+        choice = fit.choice() if any(map(is_average, fit.others)) else ""
+        if said := "; ".join(filter(None, (plan.describe(), unused, choice))):
+            rank_zero_info(f"{printable_path(path)}: {said}.")
         fitted = {**checkpoint, "state_dict": fit.renamed(fit.weights)}
         own_what_modules_keep(fitted["state_dict"], fit.keys)
         if is_named(checkpoint.get("current_model_state")):

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import enum
 import os
 import pkgutil
 import re
@@ -107,10 +106,6 @@ def test_our_list_of_plain_data_is_torchs() -> None:
     assert beyond_plain_data(tempting) == sorted(tempting)
 
 
-class Mode(enum.Enum):
-    FAST = 1
-
-
 # -- code --------------------------------------------------------------------------------------------------------------
 
 
@@ -196,8 +191,6 @@ def test_calls_that_plain_data_never_needs_are_refused(name: str, tmp_path: Path
 
 
 DEEP = 100_000
-ITEM = number(0) + number(9)
-ENDLESS_KEY = b")" + b"2\x86" * 60
 # Descriptions that contradict the file, and those that torch.save does not write.
 CONTRADICTIONS = {
     "more numbers than the record has": tensor(storage(5)),
@@ -205,13 +198,10 @@ CONTRADICTIONS = {
     "a shape beyond the storage": tensor(storage(), 0, sizes(5)),
     "more elements than 64 bits": tensor(storage(), 0, sizes(2**40, 2**40), sizes(0, 0)),
     "a negative offset": tensor(storage(), -1),
-    "an item put into a tensor": tensor(storage()) + ITEM + b"s",
     "a state for a tensor": tensor(storage()) + b"(" + tensor(storage()) + number(0) + sizes(9) + sizes(1) + b"tb",
     "a key nested so deep that hashing ends the process": b"})" + b"\x85" * DEEP + number(1) + b"s",
-    "a key that takes for ever to hash": b"}" + ENDLESS_KEY + number(1) + b"s",
     "copies of copies": b"](" + number(7) * 5000 + b"eq\0(c__builtin__\nset\nq\1" + b"h\1h\0\x85R" * 1000 + b"t",
     "a string beyond the file": b"\x8e" + struct.pack("<Q", 1 << 50) + b"abc",
-    "an unknown opcode": b"\xff",
 }
 
 
@@ -292,18 +282,10 @@ def test_an_old_file_holds_the_storages_that_it_describes(tmp_path: Path) -> Non
 
 # -- what a user can allow ---------------------------------------------------------------------------------------------
 
-# A file, and what is read from it.
-HARMLESS = {
-    "enum": (saved(Mode.FAST), repr(Mode.FAST)),
-    "module": (saved(torch.nn.Sequential(torch.nn.ReLU())), repr(torch.nn.Sequential(torch.nn.ReLU()))),
-}
-
 
 @pytest.mark.follows("To allow classes that you trust, call ")
-@pytest.mark.parametrize("name", HARMLESS)
-def test_classes_are_allowed_by_the_suggested_call(name: str, tmp_path: Path) -> None:
-    data, value = HARMLESS[name]
-    (tmp_path / "a.pt").write_bytes(data)
+def test_classes_are_allowed_by_the_suggested_call(tmp_path: Path) -> None:
+    torch.save(net := torch.nn.Sequential(torch.nn.ReLU()), tmp_path / "a.pt")
     with pytest.raises(UnsafeCheckpointError) as caught:
         read_checkpoint(tmp_path / "a.pt")
     words = r"import or call (.*)\. To allow classes that you trust, call (\S+)\."
@@ -311,7 +293,7 @@ def test_classes_are_allowed_by_the_suggested_call(name: str, tmp_path: Path) ->
     before = torch.serialization.get_safe_globals()
     try:
         pkgutil.resolve_name(function)([(pkgutil.resolve_name(name), name) for name in names.split(", ")])
-        assert repr(read_checkpoint(tmp_path / "a.pt")) == value
+        assert repr(read_checkpoint(tmp_path / "a.pt")) == repr(net)
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)

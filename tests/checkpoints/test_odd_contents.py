@@ -185,7 +185,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(entry=st.sampled_from([*odd_checkpoint(), "hparams_type", "current_model_state"]), value=plain)
 def test_any_plain_data_in_any_entry_is_loaded_or_refused(
     entry: str, value: Any, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]

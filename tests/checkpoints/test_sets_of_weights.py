@@ -60,10 +60,6 @@ SPELLINGS: dict[str, tuple[Callable[[Any], Mapping[str, Any]], str]] = {
         "ema.ema_model.",
     ),
     "ema-pytorch": (lambda raw: {"model": raw, "ema": in_ema_pytorch(raw, AVERAGE)}, "ema"),
-    "mmengine": (
-        lambda raw: {"state_dict": raw, "ema_state_dict": {"steps": torch.tensor(3), **below(["module"], AVERAGE)}},
-        "ema_state_dict",
-    ),
     "YOLO": (lambda raw: {"epoch": 1, "model": net(1), "ema": net(2).half(), "updates": 3}, "ema"),
 }
 

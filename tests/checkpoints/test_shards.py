@@ -64,7 +64,6 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
     "torch.distributed.checkpoint": lambda folder: write_distributed(folder, in_blocks(WEIGHTS), files=2),
     "Lightning's FSDP": lightnings_folder,
     "DeepSpeed without ZeRO": zero(0),
-    "DeepSpeed ZeRO 1": zero(1),
     "DeepSpeed ZeRO 2": zero(2, padding=3),
     "DeepSpeed ZeRO 3": zero(3),
     "Lightning's DeepSpeed": zero(3, more=LIGHTNING),

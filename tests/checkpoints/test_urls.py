@@ -89,9 +89,6 @@ def test_a_host_that_does_not_answer_is_named(tmp_path: Path, capsys: pytest.Cap
         port = unused.getsockname()[1]
         for protocol, words in {"http": "Cannot connect to host 127.0.0.1", "ftp": "Connection refused"}.items():
             assert words in refused(f"{protocol}://127.0.0.1:{port}/a.pt", tmp_path, capsys)
-
-
-def test_an_unknown_protocol_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "foo://a.pt cannot be opened: Protocol not known: foo. Check" in refused("foo://a.pt", tmp_path, capsys)
 
 

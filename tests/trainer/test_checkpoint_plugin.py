@@ -151,28 +151,3 @@ def test_wrapped_keys_are_never_stored_without_a_word(tmp_path: Path, monkeypatc
     run.fit(Lit("DataParallel"))
     with pytest.warns(UserWarning, match="keep the prefixes of wrappers: no Trainer that has begun a run"):
         run.save_checkpoint(tmp_path / "a.ckpt")
-
-
-class Manual(Lit):
-    """Several optimizers, as a GAN has them, or none."""
-
-    def __init__(self, optimizers: int) -> None:
-        super().__init__()
-        self.automatic_optimization, self.number = False, optimizers
-
-    def training_step(self, batch: torch.Tensor, index: int) -> None:  # type: ignore[override]
-        self.manual_backward(self.loss(batch))
-        for optimizer in self.trainer.optimizers:
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam([parameter]) for parameter in [*self.net.parameters()][: self.number]]
-
-
-@pytest.mark.parametrize("number", [0, 2])
-def test_several_optimizers_or_none_are_resumed(number: int, tmp_path: Path) -> None:
-    first, again = trainer(tmp_path), trainer(tmp_path, epochs=3)
-    first.fit(Manual(number))
-    first.save_checkpoint(tmp_path / "a.ckpt")
-    again.fit(Manual(number), ckpt_path=tmp_path / "a.ckpt")
-    assert again.current_epoch == 3

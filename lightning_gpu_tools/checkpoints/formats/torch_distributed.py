@@ -36,7 +36,7 @@ _DAMAGE = "its .metadata does not describe a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _Place:
     """The place where ``torch.save`` wrote a part of a tensor, or another object, into a file of several."""
 
     file: str
@@ -49,7 +49,7 @@ class _Block:
 class _Slice(io.RawIOBase):
     """A part of an open file, presented as its own file."""
 
-    def __init__(self, file: BinaryIO, place: _Block) -> None:
+    def __init__(self, file: BinaryIO, place: _Place) -> None:
         self._file = file
         self._place = place
         self._at = 0
@@ -97,7 +97,7 @@ def describe_folder(folder: formats.Folder) -> Structure:
     return assembled(folder.path, "torch.distributed.checkpoint", shards, loaded, assemble)
 
 
-_Objects = dict[str, tuple[TensorInfo | None, list[_Block]]]
+_Objects = dict[str, tuple[TensorInfo | None, list[_Place]]]
 
 
 def _read_metadata(file: BinaryIO) -> tuple[_Objects, Mapping[str, Any]]:
@@ -112,13 +112,13 @@ def _read_metadata(file: BinaryIO) -> tuple[_Objects, Mapping[str, Any]]:
     objects: _Objects = {}
     for key, described in metadata["state_dict_metadata"].items():
         if isinstance(described, Opaque) and described.kind.endswith(".BytesStorageMetadata"):
-            objects[key] = None, [_Block(*place_of[key, None])]
+            objects[key] = None, [_Place(*place_of[key, None])]
             continue
         of = _state(described, "TensorStorageMetadata")
         shape = of["size"]
         dtype = str(_state(of["properties"], "TensorProperties")[0]).removeprefix("torch.")
         chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in of["chunks"]]
-        blocks = [_Block(*place_of[key, chunk["offsets"]], chunk["offsets"], chunk["sizes"]) for chunk in chunks]
+        blocks = [_Place(*place_of[key, chunk["offsets"]], chunk["offsets"], chunk["sizes"]) for chunk in chunks]
         numbers = [shape, *(part for block in blocks for part in (block.offsets, block.shape))]
         if dtype not in BYTES_OF_DTYPE or not all(len(part) == len(shape) and is_shape(part) for part in numbers):
             raise damaged(_DAMAGE)
@@ -151,7 +151,7 @@ def _state(described: Any, kind: str) -> Any:
     return described.state
 
 
-def _files_of(places: list[_Block], folder: formats.Folder) -> dict[str, Structure]:
+def _files_of(places: list[_Place], folder: formats.Folder) -> dict[str, Structure]:
     """Return the files, still without content; raise if one is too short, or if two objects overlap."""
     end = dict.fromkeys(folder.check_names(place.file for place in places), 0)
     for place in sorted(places, key=lambda place: (place.file, place.start)):
@@ -170,7 +170,7 @@ def _files_of(places: list[_Block], folder: formats.Folder) -> dict[str, Structu
     return files
 
 
-def _described(shards: Mapping[str, Structure], place: _Block) -> Structure:
+def _described(shards: Mapping[str, Structure], place: _Place) -> Structure:
     """Describe the object at a place, and add its records to those of its file."""
     whole = shards[place.file]
     part: Any = _Slice(whole.file, place)
@@ -181,7 +181,7 @@ def _described(shards: Mapping[str, Structure], place: _Block) -> Structure:
     return found
 
 
-def _part(shards: Mapping[str, Structure], key: str, dtype: str, place: _Block) -> Part:
+def _part(shards: Mapping[str, Structure], key: str, dtype: str, place: _Place) -> Part:
     found = _described(shards, place)
     tensor = found.content
     is_plain = isinstance(tensor, TensorInfo) and tensor.storage is not None and not tensor.kind
