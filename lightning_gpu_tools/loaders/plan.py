@@ -36,8 +36,6 @@ _BUSY_SHARE = 0.25
 _WORKERS_PER_CORE = 4  # our default for workers that only wait
 _DEEP_PREFETCH = 8  # for bursts of slow batches; more did not help in any measured case
 _MAX_FAILURES = 2  # our default: after that, the number of workers is not the problem
-# Our default: persistent workers keep their memory, so they must save at least this share of an epoch.
-_PERSISTENT_FROM = 0.01
 
 
 class Step(NamedTuple):
@@ -96,7 +94,7 @@ class LoaderCase:
     step: Step
     host: HostBudget
     cuda: bool  # whether batches go to an NVIDIA GPU
-    epoch_steps: int | None = None  # None: unknown, or workers cannot persist between epochs
+    can_persist: bool = True  # whether workers can outlive an epoch
 
     @property
     def plan(self) -> LoaderPlan:
@@ -165,9 +163,7 @@ def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSetti
         speeds = f"{1 / _seconds(chosen):.3g} batches/s instead of {1 / _seconds(original):.3g}"
         reason, count = f"{speeds} with the original settings.", chosen.settings.num_workers
         # Persistent workers and pinned memory are not tried, but set by rules of thumb.
-        start_s = max((trial.start_s for trial in trials if trial.start_s is not None), default=0.0)
-        saved = case.epoch_steps is not None and start_s > _PERSISTENT_FROM * case.epoch_steps * case.step.step_s
-        persistent, pinned = case.original.persistent_workers or saved, case.original.pin_memory or case.cuda
+        persistent, pinned = case.original.persistent_workers or case.can_persist, case.original.pin_memory or case.cuda
         in_use = replace(chosen.settings, persistent_workers=persistent, pin_memory=pinned)
         return in_use if count else chosen.settings, reason
     if failures:

@@ -115,14 +115,12 @@ class Trials:
 
     def run(self, settings: LoaderSettings, best_s: float) -> LoaderTrial:
         """Run a trial of these settings, and end it early if they cannot match the best seconds per batch so far."""
-        began_s = time.perf_counter()
-        start_s = failed = None
+        failed = None
         waits: list[float] = []
         passed: list[float] = []
         try:
             with self._open(settings) as batches:
                 next(batches)
-                start_s = time.perf_counter() - began_s
                 to_skip = ramp_up(settings)
                 while self.left_s > 0 and not self._is_enough(passed, best_s):
                     asked_s = time.perf_counter()
@@ -141,7 +139,6 @@ class Trials:
             settings=settings,
             batch_s=statistics.mean(passed) if measured else None,
             wait_s=statistics.mean(waits) if measured else 0.0,
-            start_s=start_s,
             failed=failed,
         )
 
@@ -214,7 +211,7 @@ def search(
     host: HostBudget,
     cuda: bool,
     budget_s: float,
-    epoch_steps: int | None = None,
+    can_persist: bool = True,
     gather: Gather = lambda facts: [facts],
 ) -> LoaderResult:
     """Try a few settings, based on the cost of a batch, and return the best of them.
@@ -243,7 +240,7 @@ def search(
                 step=step,
                 host=HostBudget(**tightest),
                 cuda=cuda,
-                epoch_steps=epoch_steps,
+                can_persist=can_persist,
             )
             # Without workers, batch and step run one after the other.
             wait_s = step.wait_s if step.wait_s and not original.num_workers else case.cost.wall_s
@@ -325,15 +322,10 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
     if fixed is not None:
         original = settings_of(loader) if isinstance(loader, DataLoader) else None
         return LoaderResult(original=original, settings=original, reason=f"The loader was not changed: {fixed}.")
-    try:
-        epoch_steps = len(loader)
-    except TypeError:  # a sampler without a length
-        epoch_steps = None
     return search(
         loader,
         step=Step(step_time_s),
         host=read_host_budget(),
         cuda=count_devices() > 0,
         budget_s=budget_s,
-        epoch_steps=epoch_steps,
     )

@@ -236,8 +236,7 @@ class NumWorkersFinder(GuardedCallback):
             host=read_host_budget(local_ranks=run.place.local_ranks),
             cuda=trains_on_gpu(trainer),
             budget_s=self.budget_s,
-            # Workers cannot outlive an epoch whose loader is recreated.
-            epoch_steps=None if trainer.reload_dataloaders_every_n_epochs else run.epoch_steps,
+            can_persist=not trainer.reload_dataloaders_every_n_epochs,  # which recreates the loader
             gather=self._gather,
         )
         self._use(loading, found)

@@ -102,7 +102,6 @@ class LoaderTrial:
     settings: LoaderSettings
     batch_s: float | None = None  # mean time from batch to batch, including the step
     wait_s: float = 0.0  # mean part of batch_s spent waiting
-    start_s: float | None = None  # until the first batch arrived; None without workers
     measured: bool = True  # False without workers, where batch_s needs no trial
     failed: str | None = None  # the error, if the settings could not be tried
 

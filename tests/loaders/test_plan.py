@@ -146,11 +146,10 @@ def test_choices_are_near_the_best_despite_slow_stand_ins(slower: float, seed: i
     assert load_s / chosen <= 1.03 * step_s
 
 
-def test_workers_live_on_where_starting_them_takes_part_of_an_epoch() -> None:
-    trials = [trial(0, 0.05), trial(5, 0.01, start_s=0.1)]
-    assert choose(case(epoch_steps=100), trials)[0].persistent_workers
-    assert not choose(case(epoch_steps=10_000), trials)[0].persistent_workers
-    assert not choose(case(epoch_steps=None), trials)[0].persistent_workers
+def test_workers_live_on_unless_the_loader_is_recreated() -> None:
+    trials = [trial(0, 0.05), trial(5, 0.01)]
+    assert choose(case(), trials)[0].persistent_workers
+    assert not choose(case(can_persist=False), trials)[0].persistent_workers
 
 
 SPEEDS = st.floats(0.001, 1.0)
