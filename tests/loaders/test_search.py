@@ -38,6 +38,7 @@ def test_a_loader_that_waits_gets_workers_and_is_not_touched(monkeypatch: pytest
     assert result.settings.num_workers >= 2
     assert not result.applied
     assert "batches/s instead of" in result.reason
+    assert (result.trials[0].batch_s or 0) >= LOAD_S + STEP_S  # of the current settings
     assert not multiprocessing.active_children()
 
 

@@ -109,7 +109,7 @@ def test_fabrics_calls_are_phases_of_their_own(
 
 
 def train_ranks(folder: Path, rank: int) -> None:
-    """Train in a plain loop, then with Fabric; the second rank of the second node loads slowly."""
+    """Train in a plain loop, then with Fabric; the rank of the second node loads slowly."""
 
     def train(run: Any, batches: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, backward: Any) -> None:
         with run:
@@ -120,7 +120,7 @@ def train_ranks(folder: Path, rank: int) -> None:
                     optimizer.zero_grad()
 
     def slow(steps: int) -> DataLoader[torch.Tensor]:
-        return loader(Samples(steps, time.sleep, 0.03 * (rank == 3)))
+        return loader(Samples(steps, time.sleep, 0.03 * (rank == 1)))
 
     torch.distributed.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
@@ -128,25 +128,25 @@ def train_ranks(folder: Path, rank: int) -> None:
     run = watch(folder=str(folder / "plain"), **options)
     train(run, slow(20), model, torch.optim.SGD(model.parameters(), lr=1e-6), torch.Tensor.backward)
 
-    fabric = Fabric(accelerator="cpu", devices=2, num_nodes=2, strategy="ddp")
+    fabric = Fabric(accelerator="cpu", devices=1, num_nodes=2, strategy="ddp")
     fabric.launch()
     layer = torch.nn.Linear(4, 1)
     wrapped, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=1e-6))
     run = watch(fabric, folder=str(folder / "fabric"), **options)
-    train(run, fabric.setup_dataloaders(slow(80)), wrapped, optimizer, fabric.backward)
+    train(run, fabric.setup_dataloaders(slow(40)), wrapped, optimizer, fabric.backward)
 
 
 def test_the_ranks_of_a_loop_make_one_report(tmp_path: Path) -> None:
-    results = run_ranks(tmp_path, train_ranks, ranks=4, nodes=2)
-    assert [result.returncode for result in results] == [0] * 4, "".join(result.stderr for result in results)
-    assert [result.stdout.count("Verdict:") for result in results] == [2, 0, 0, 0]
+    results = run_ranks(tmp_path, train_ranks, nodes=2)
+    assert [result.returncode for result in results] == [0, 0], "".join(result.stderr for result in results)
+    assert [result.stdout.count("Verdict:") for result in results] == [2, 0]
     for name in ("plain", "fabric"):
         report = load_report(tmp_path / name)
-        assert report.settings["world_size"] == 4
-        assert [(one.rank, one.node) for one in report.ranks] == [(0, 0), (1, 0), (2, 1), (3, 1)]
-        assert {"data_loading", "forward", "backward", "optimizer"} <= set(report.ranks[3].phase_s)
+        assert report.settings["world_size"] == 2
+        assert [(one.rank, one.node) for one in report.ranks] == [(0, 0), (1, 1)]
+        assert {"data_loading", "forward", "backward", "optimizer"} <= set(report.ranks[1].phase_s)
         straggler = next(one for one in report.diagnosis.findings if one.cause == "straggler")
-        assert (straggler.evidence["who"], straggler.evidence["phase"]) == ("rank 3", "data_loading")
+        assert (straggler.evidence["who"], straggler.evidence["phase"]) == ("rank 1", "data_loading")
 
 
 def test_what_fabric_has_set_up_is_saved_and_loaded(tmp_path: Path) -> None:
