@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
-    ChainDataset,
     DataLoader,
     IterableDataset,
     Subset,
@@ -97,9 +96,6 @@ def _open_files(shared: Sequence[Held], worker_init: Any) -> Iterator[str]:
 
 def _splits(dataset: Any, things: Sequence[Any], worker_init: Any) -> bool | None:
     """Return whether each worker reads only its own part, as far as the code shows."""
-    if type(dataset) is ChainDataset:
-        each = [_splits(part, [held.thing for held in held_by(part)], worker_init) for part in dataset.datasets]
-        return min(each, key=(False, None, True).index, default=None)
     # Of the code of a thing, that of the program and of library streams shows how a stream is split.
     telling = []
     for thing in [getattr(worker_init, "func", worker_init), *things]:

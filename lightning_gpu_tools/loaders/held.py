@@ -5,7 +5,6 @@ Only attributes and items are read. No code of the dataset runs.
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import mmap
@@ -30,7 +29,6 @@ _MAX_TEXT = 100
 _MAX_DEPTH = 5  # of loaders: tqdm around a loader of the program's own around a dictionary
 _ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType)
 _CONTAINERS: tuple[Any, ...] = (list, tuple, set, frozenset, deque, dict)
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 # Their parts are not searched. A logger is found by its name in every process.
 _CLOSED_PACKAGES = {"torch", "numpy", "pandas", "logging", "enum", "re"}
 _STANDARD_STREAMS = 2  # the highest descriptor of stdin, stdout and stderr
@@ -51,7 +49,7 @@ def held_by(root: object) -> list[Held]:
     found, seen = [Held(name_of(root), root)], {id(root)}
     for item in found:  # which grows
         thing, (name, _, owner) = item.thing, item
-        is_named = isinstance(thing, (Dataset, *_FUNCTIONS)) or not is_of_library(type(thing))
+        is_named = isinstance(thing, Dataset) or not is_of_library(type(thing))
         for label, part in _parts(thing):
             if len(found) >= _MAX_THINGS:
                 return found
@@ -86,19 +84,9 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a thing, each with the end of its name."""
     container = next((kind for kind in _CONTAINERS if isinstance(thing, kind)), None)
     if container is not None:  # by its own methods, because a subclass may have others
-        items = container.items(thing) if container is dict else enumerate(container.__iter__(thing))
-        for _, value in list(itertools.islice(items, 0, None, container.__len__(thing) // _MAX_ITEMS + 1)):
-            yield "", value
-    elif isinstance(thing, functools.partial):
-        yield "", thing.func
-        yield from (("", value) for value in (*thing.args, *thing.keywords.values()))
-    elif isinstance(thing, (types.MethodType, types.BuiltinMethodType)):
-        yield "", thing.__self__  # of a function of a module, the module
-    elif isinstance(thing, types.FunctionType):
-        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
-            with suppress(ValueError):  # an empty cell
-                yield f".{name}", cell.cell_contents
-        yield from (("", value) for value in thing.__defaults__ or ())
+        values = dict.values(thing) if container is dict else container.__iter__(thing)
+        step = container.__len__(thing) // _MAX_ITEMS + 1
+        yield from [("", value) for value in itertools.islice(values, 0, None, step)]
     elif isinstance(thing, Dataset) or type(thing).__module__.partition(".")[0] not in _CLOSED_PACKAGES:
         yield from ((f".{name}", value) for name, value in attributes(thing).items())
 
