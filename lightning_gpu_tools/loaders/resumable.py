@@ -107,11 +107,11 @@ def inexact(loader: Any) -> Iterator[str]:
     """Yield a sentence for each reason why this loader cannot continue exactly where it was."""
     if not is_resumable(loader):
         if not hasattr(loader, "state_dict"):
-            is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-            kind = "is iterable" if is_stream else "is not a plain DataLoader"
-            hint = " torchdata's StatefulDataLoader continues with the same samples." if is_stream else ""
-            name = name_of(loader.dataset) if is_stream else type(loader).__name__
-            yield f"{name} {kind} and has no state_dict, so a resumed epoch starts it over.{hint}"
+            yield (
+                f"{name_of(getattr(loader, 'dataset', loader))} is iterated in a way of its own, and its loader has no "
+                "state_dict, so a resumed epoch starts it over. torchdata's StatefulDataLoader continues with the same "
+                "samples."
+            )
         return
     if not loader.in_order:
         yield f"The batches of {name_of(loader.dataset)} come in any order (in_order=False). Remove that option."

@@ -213,10 +213,10 @@ class Averaged(Model):
 
 
 INEXACT = {
-    "Stream is iterable and has no state_dict, so a resumed": lambda: Model(partial(plain, Stream)),
+    "Stream is iterated in a way of its own, and its loader has no": lambda: Model(partial(plain, Stream)),
     "come in any order": lambda: Model(partial(plain, num_workers=1, in_order=False)),
     r"Cached\.rng is a separate random generator": lambda: Model(partial(plain, Cached)),
-    "Own is not a plain DataLoader and has no state_dict": lambda: Model(lambda: Own(Photos())),
+    "Photos is iterated in a way of its own": lambda: Model(lambda: Own(Photos())),
     r"Averaged\.on_train_batch_end runs after ModelCheckpoint": lambda: Averaged(plain),
 }
 

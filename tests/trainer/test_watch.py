@@ -178,24 +178,6 @@ def test_a_loop_or_a_loader_that_fails_is_reported(tmp_path: Path, error: type[B
     assert report.steps == (26 if error else 25)
 
 
-def test_the_warning_comes_while_the_loop_runs(tmp_path: Path, hand_clock: HandClock) -> None:
-    network, seen = Network(hand_clock.spend), []
-
-    def trained() -> None:
-        with watch(folder=str(tmp_path), min_steps=20, min_seconds=1) as run:
-            for number, batch in enumerate(run.batches(loader(Samples(100, hand_clock.spend, 0.5)))):
-                network.step(batch)
-                if number == 60:
-                    seen.append((run.diagnosis, len(warned)))
-
-    with pytest.warns(UserWarning, match=r"Waiting for data takes \d+% of the wall time\. Set ") as warned:
-        trained()
-    ((diagnosis, count),) = seen
-    assert diagnosis is not None
-    assert diagnosis.verdict == "low"
-    assert count == len(warned) == 1
-
-
 @pytest.mark.follows("no batch was measured. Iterate over run.batches(loader).")
 def test_without_a_batch_there_is_no_report(tmp_path: Path) -> None:
     run = watch(folder=str(tmp_path)).__enter__()
