@@ -25,7 +25,6 @@ processes.set_forkserver_preload(
         "lightning.pytorch",
         "matplotlib.figure",
         "lightning_gpu_tools.trainer.gpu_utilization",
-        "lightning_gpu_tools.reports.page",
         "lightning_gpu_tools.runs.run_report",
     ]
 )

@@ -30,6 +30,7 @@ REPORT = Report(
         why="Waiting for data takes 61% of the wall time (31 ms of 51 ms per steady step).",
         next_step="Set DataLoader(..., num_workers=6) (now 0). Speedup: about 2.3x (2.1x to 2.5x).",
         step_p50_s=0.050,
+        step_p95_s=0.062,
     ),
     gpus=(
         GpuSummary(
@@ -60,6 +61,7 @@ REPORT = Report(
             others=(OtherProcess(pid=4711, used_bytes=20 * GIB, user="ada", name="python"),),
         ),
     ),
+    step_s_max=0.51,
     samples_per_s=64 * 2 / 0.051,
     settings={
         "model": "LitModel",

@@ -26,7 +26,6 @@ def run(args: argparse.Namespace) -> int:
     """Train, apply the advice, and train again."""
     for name in ("LIGHTNING_GPU_TOOLS", "LIGHTNING_GPU_TOOLS_DISABLE"):  # the demo adds the callbacks itself
         os.environ.pop(name, None)
-    from lightning_gpu_tools.runs.publish import wait_for_drawings
     from lightning_gpu_tools.trainer.demo import STEPS, train
 
     folder = args.folder or tempfile.mkdtemp(prefix="lightning_gpu_tools_demo_")
@@ -39,6 +38,5 @@ def run(args: argparse.Namespace) -> int:
         return 1
     say(f"\n2. The same run with the advised num_workers={workers}.")
     after = train(folder, num_workers=workers)
-    wait_for_drawings()  # for the files whose names are printed
     say("\nIn your own script: Trainer(callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()]).")
     return 0 if before.verdict == "low" and after.verdict in ("healthy", "low") else 1

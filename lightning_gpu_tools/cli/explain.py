@@ -6,7 +6,6 @@ import argparse
 import ast
 import inspect
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -57,19 +56,14 @@ def run(args: argparse.Namespace) -> int:
     if args.cause is None:
         print("\n".join(_list()))
         return 0
-    found, known = [], set()
-    for group in GROUPS:
-        for name, cause in group.causes.items():
-            names = {name, *(variant.kind for variant in cause.variants if variant.kind)}
-            known |= names
-            if args.cause in names:
-                found.append("\n".join(_lines(group, name)))
+    found = [
+        "\n".join(_lines(group, name))
+        for group in GROUPS
+        for name, cause in group.causes.items()
+        if args.cause in (name, *(variant.kind for variant in cause.variants))
+    ]
     if not found:
-        near = get_close_matches(args.cause, sorted(known))
-        meant = f" Did you mean {' or '.join(near)}?" if near else ""
-        args.usage_error(
-            f'no cause is named "{args.cause}".{meant} Run explain without an argument to list all causes.'
-        )
+        args.usage_error(f'no cause is named "{args.cause}". Run explain without an argument to list all causes.')
     print("\n\n\n".join(found))
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import sys
@@ -11,6 +12,7 @@ from dataclasses import asdict
 from lightning_gpu_tools.cli.pick import percent
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.comparison import compare, render_comparison
+from lightning_gpu_tools.reports.page import render_page, svg_of
 from lightning_gpu_tools.reports.report import FILE_NAME, as_json, find_report, load_report, to_json
 from lightning_gpu_tools.reports.text import fenced, render_text
 from lightning_gpu_tools.units import printable_path
@@ -51,17 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--format",
-        choices=["text", "markdown", "json"],
+        choices=["text", "markdown", "json", "html"],
         default="text",
-        help="output format (default: %(default)s)",
+        help="output format; redirect html, for one report, to a file and open it in a browser (default: %(default)s)",
     )
     parser.set_defaults(run=run, usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report or the comparison."""
-    if args.against is not None and args.full:
-        args.usage_error("--full works only for one report")
+    if args.against is not None and (args.full or args.format == "html"):
+        args.usage_error("--full and --format html work only for one report")
     if args.max_slowdown is not None and args.against is None:
         args.usage_error("--max-slowdown needs --against OLD")
     max_slowdown = args.max_slowdown or 0.0
@@ -69,7 +71,12 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error(f"--max-slowdown must be at least 0%, got {max_slowdown:g}%")
     if args.against is None:
         report = load_report(_found(args.file))
-        print(to_json(report) if args.format == "json" else _shown(render_text(report, full=args.full), args.format))
+        if args.format == "html":
+            print(render_page(report, svg_of(report) if importlib.util.find_spec("matplotlib") is not None else ""))
+        elif args.format == "json":
+            print(to_json(report))
+        else:
+            print(_shown(render_text(report, full=args.full), args.format))
         return 0
     try:
         new_file, old_file = _found(args.file), _found(args.against)

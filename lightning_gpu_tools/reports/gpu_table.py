@@ -25,7 +25,6 @@ class _Column(NamedTuple):
 # All of them fit in 100 columns.
 COLUMNS = (
     _Column("busy", "%", "utilization_percent_mean"),
-    _Column("waits", "%", "rank_wait_percent", hides_zero=True),
     _Column("SMs", "%", "sm_active_percent"),
     _Column("tensor", "%", "tensor_active_percent"),
     _Column("peak", "GiB", "memory_used_bytes_max"),

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import io
-import os
-import signal
-import sys
+import re
 import textwrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning_gpu_tools import files
 from lightning_gpu_tools.advice.findings import label_of
 from lightning_gpu_tools.reports.gpu_table import MAX_ROWS, gpu_label
-from lightning_gpu_tools.reports.report import FILE_NAME, PAGE_NAME, PLOT_NAME, Report, load_report
-from lightning_gpu_tools.reports.text import phase_groups, render_text, verdict_line
+from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.reports.text import details, paragraphs, phase_groups, verdict_line
 from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.units import format_duration, printable
 
@@ -23,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_TIMEOUT_S = 120  # our default: at its first import on a machine, matplotlib reads all fonts
-_NICENESS = 10  # our default: the next run has priority
 # Lines differ in dashes as well as in shade, so that they are distinguishable in print. More lines hide each other.
 _LINE_STYLES = (("#000000", "-"), ("#000000", ":"), ("#777777", "-"), ("#777777", "--"))
 _MAX_POINTS = 300  # our default: of a line 1,000 pixels long
@@ -34,6 +28,9 @@ _MIN_SHARE = 0.01  # our default: of the wall time, for a phase with a color of 
 _PANELS = (("utilization_percent", "GPU busy (%)", 1.0), ("memory_used_bytes", "GPU memory in use (GiB)", 2.0**30))
 # The time axis has the largest of these of which the run lasts at least three.
 _UNITS_S = {"days": 86_400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
+# Without the user's own style. Dollar signs in texts are not mathematics. Browsers have their own fonts.
+_STYLE: list[Any] = ["default", {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "gpu_report"}]
+_MAX_LINES = 600  # our default: 60 kB
 # The page may load nothing, and runs no scripts.
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -44,55 +41,35 @@ _PAGE = """<!DOCTYPE html>
 <title>{title}</title>
 <style>
 body {{ margin: 1rem auto; padding: 0 1rem; max-width: 75rem; font-family: sans-serif; }}
-img {{ width: 100%; }}
-pre {{ overflow-x: auto; }}
+p {{ max-width: 55rem; overflow-wrap: anywhere; }}
+div, pre {{ overflow-x: auto; }}
+svg {{ width: 100%; min-width: 50rem; height: auto; }}
 </style>
 </head>
 <body>
 <h1>{verdict}</h1>
-{picture}
-<pre>{text}</pre>
+{paragraphs}
+<div tabindex="0">{picture}</div>
+<pre tabindex="0">{details}</pre>
 </body>
 </html>
 """
 
 
-def render_page(report: Report, picture: bytes | None = None) -> str:
-    """Return the report as a page: the picture, if there is one, and the full text, or a short one of many GPUs."""
-    image = ""
-    if picture is not None:
-        data = base64.b64encode(picture).decode()
-        image = f'<img alt="Picture of the run; the text below has its numbers" src="data:image/png;base64,{data}">'
+def render_page(report: Report, picture: str = "") -> str:
+    """Return the report as a page of at most 150 kB: verdict, reason and advice, the picture as SVG, and the rest.
+
+    The rest is that of a full report, or of a short one for many GPUs.
+    """
+    texts = {"Outcome": report.outcome, **paragraphs(report)}.items()
+    lines = "\n".join(details(report, full=len(report.gpus) <= MAX_ROWS)).split("\n")
     return _PAGE.format(
         title=html.escape(printable(f"GPU report of {report.settings.get('model') or 'a run'}")),
         verdict=html.escape(verdict_line(report)),
-        picture=image,
-        text=html.escape(render_text(report, full=len(report.gpus) <= MAX_ROWS)),
+        paragraphs="\n".join(f"<p><b>{title}:</b> {html.escape(printable(text, 1000))}</p>" for title, text in texts),
+        picture=picture.replace("<svg", '<svg role="img" aria-label="Picture of the run; the text has its numbers"', 1),
+        details=html.escape("\n".join(lines[:_MAX_LINES])),
     )
-
-
-def draw(folder: str) -> None:
-    """Draw the report in a folder into that folder, in a separate process; if it fails, print why."""
-
-    def give_up(*_: object) -> None:
-        raise TimeoutError("it took too long")
-
-    signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(_TIMEOUT_S)
-    os.nice(_NICENESS)
-    source = os.path.join(folder, FILE_NAME)
-    if not files.exists(source):  # the folder was removed, such as a temporary one
-        return
-    try:
-        report = load_report(source)
-        picture = png_of(report)
-        for name, content in ((PLOT_NAME, picture), (PAGE_NAME, render_page(report, picture).encode())):
-            if files.exists(source):
-                with files.writing(os.path.join(folder, name)) as target:
-                    target.write(content)
-    except Exception as error:  # noqa: BLE001 - a broken matplotlib, a full disk
-        reason = f"{type(error).__name__}: {printable(error, 300)}"
-        sys.stdout.write(f"The picture of the report could not be drawn: {reason}\n")
 
 
 def png_of(report: Report) -> bytes:
@@ -101,15 +78,27 @@ def png_of(report: Report) -> bytes:
     Its panels show, from top to bottom, the wall time by phase, GPU utilization, and memory. They have a line for each
     of up to four GPUs, the least busy ones.
     """
+    return _drawn(report, "png", with_title=True)
+
+
+def svg_of(report: Report) -> str:
+    """Return the same picture as an SVG element, without the title."""
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    text = _drawn(report, "svg", with_title=False, metadata=metadata).decode()
+    # Paths with at most two decimals, which halves the size.
+    return re.sub(r' d="[^"]+"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text[text.index("<svg") :])
+
+
+def _drawn(report: Report, form: str, *, with_title: bool, **options: Any) -> bytes:
     from matplotlib import style
 
     file = io.BytesIO()
-    with style.context(["default", {"text.parse_math": False}]):  # not the user's; dollar signs are not mathematics
-        _figure(report).savefig(file, format="png", dpi=120)
+    with style.context(_STYLE):
+        _figure(report, with_title).savefig(file, format=form, dpi=120, **options)
     return file.getvalue()
 
 
-def _figure(report: Report) -> Figure:
+def _figure(report: Report, with_title: bool) -> Figure:
     from matplotlib.figure import Figure
 
     gpus = [gpu for gpu in report.gpus if gpu.timelines]
@@ -118,8 +107,9 @@ def _figure(report: Report) -> Figure:
     unit = next((name for name, seconds in _UNITS_S.items() if report.wall_s >= 3 * seconds), "seconds")
     figure = Figure(figsize=(12, 2.6 * (1 + len(panels))), layout="constrained")
     axes: list[Axes] = list(figure.subplots(1 + len(panels), 1, squeeze=False, sharex=True)[:, 0])
-    title = textwrap.fill(f"{verdict_line(report)}. {printable(report.diagnosis.why, 1000)}", 120)
-    figure.suptitle(title, x=0.01, ha="left", weight="bold", fontsize="medium")
+    if with_title:
+        title = textwrap.fill(f"{verdict_line(report)}. {printable(report.diagnosis.why, 1000)}", 120)
+        figure.suptitle(title, x=0.01, ha="left", weight="bold", fontsize="medium")
     _draw_phases(axes[0], report, _UNITS_S[unit])
     for axis, (metric, label, divisor) in zip(axes[1:], panels, strict=True):
         for (color, dashes), gpu in zip(_LINE_STYLES, gpus, strict=False):
@@ -157,9 +147,8 @@ def _draw_phases(axis: Axes, report: Report, unit_s: float) -> None:
             rows.append(row)
             labels.append(f"{label_of(group, report.activity)} {100 * whole:.0f}%")
             colors.append(PHASES[group].color if group in PHASES else _OTHER_COLOR)
-    axis.stackplot(
-        edges, *rows, rest, labels=[*labels, "other"], colors=[*colors, _OTHER_COLOR], step="post", linewidth=0
-    )
+    axis.stackplot(edges, *rows, rest, labels=labels, colors=colors, step="post", linewidth=0, zorder=-1)
+    axis.set_rasterization_zorder(0)  # one image in the SVG, because hundreds of spans would be large paths
     axis.set_ylim(0, 100)
     axis.set_ylabel("time (%)")
     axis.set_title(f"Where the {format_duration(report.wall_s)} went", loc="left", fontsize="medium")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
@@ -30,7 +29,7 @@ from lightning_gpu_tools.units import format_bytes, path_text, printable, printa
 
 FILE_NAME = "gpu_report.json"
 PREVIOUS_NAME = "gpu_report.previous.json"
-DRAWN = PLOT_NAME, PAGE_NAME = "gpu_report.png", "gpu_report.html"
+DRAWN = "gpu_report.png", "gpu_report.html"  # with the extra ``plot``
 # The folder of the report if the run has no folder of its own, as with logger=False.
 FOLDER_NAME = "gpu_report"
 COMPLETED = "completed"
@@ -71,6 +70,7 @@ class Report:
             imports), ``setup``, ``sanity_check``, ``first_batch``, ``compilation``, ``first_step`` and ``other``. For a
             later run of the process, and in a notebook, from the start of the run. Empty before the end of that step.
             ``wall_s`` starts after the sanity check.
+        step_s_max: Longest steady step; ``diagnosis`` has the median and the 95th percentile.
         samples_per_s: Samples of all ranks per second, over steady steps.
         step_s_blocks: Mean time per step in each of at most 128 consecutive blocks of steady steps, without validation
             and checkpoints. Their spread is the run's own noise.
@@ -107,6 +107,7 @@ class Report:
     gpus: tuple[GpuSummary, ...] = ()
     gpu_note: str | None = None
     startup_s: Mapping[str, Seconds] = dataclasses.field(default_factory=dict)
+    step_s_max: Seconds | None = None
     samples_per_s: float | None = None
     step_s_blocks: tuple[StepSeconds, ...] = ()
     warm_up_steps: Count = 20
@@ -292,7 +293,7 @@ class ReportFile:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = os.fspath(folder)
         self.path = os.path.join(self.folder, FILE_NAME)
-        self._written: object = None
+        self._is_ours = False
         self._writing = threading.Lock()
 
     def save(self, report: Report) -> str:
@@ -307,20 +308,19 @@ class ReportFile:
             with files.writing(self.path) as file:
                 file.write(f"{to_json(report)}\n".encode())
                 file.flush()  # a full disk fails here, before the former report replaces the previous one
-                self._keep_former()
-            self._written = files.status(self.path)
+                if not self._is_ours:
+                    self._keep_former()
+            self._is_ours = True
         finally:
             self._writing.release()
         return self.path
 
     def _keep_former(self) -> None:
         previous = os.path.join(self.folder, PREVIOUS_NAME)
-        with contextlib.suppress(FileNotFoundError):
-            if files.status(self.path) == self._written:
-                return
-            if _is_finished(self.path) or not files.exists(previous) or not _is_finished(previous):
-                with files.writing(previous) as file:  # a copy, so that a report always exists
-                    file.write(files.read(self.path))
+        keeps = _is_finished(self.path) or not files.exists(previous) or not _is_finished(previous)
+        if keeps and files.exists(self.path):
+            with files.writing(previous) as file:  # a copy, so that a report always exists
+                file.write(files.read(self.path))
 
 
 def _is_finished(path: str) -> bool:

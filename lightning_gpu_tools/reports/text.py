@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.findings import in_words, label_of, seen_in
-from lightning_gpu_tools.advice.lost_time import mean_wait_s, slowest_rank
+from lightning_gpu_tools.advice.lost_time import slowest_rank
 from lightning_gpu_tools.advice.memory_account import CACHE, OTHER_PROCESSES, PARTS, TENSORS, MemoryAccount
 from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.reports.gpu_table import gpu_errors, gpu_label, gpu_lines
@@ -38,17 +38,24 @@ _MIN_OTHERS_CORES = 0.2  # our default: with less, the other programs are the sy
 
 def render_text(report: Report, *, full: bool = False) -> str:
     """Return the report in fewer than 80 lines, as wide as the terminal; ``full``: without a limit on the lines."""
+    head = {"Verdict": f"{verdict_line(report)} ({printable(report.outcome)})", **paragraphs(report)}
+    blocks = [*(_wrapped(text, f"{f'{title}:':<9}") for title, text in head.items()), "", *details(report, full=full)]
+    lines = "\n".join(blocks).split("\n")
+    if len(lines) > _MAX_LINES and not full:
+        more = len(lines) - _MAX_LINES + 1
+        lines[_MAX_LINES - 1 :] = [f"({more:,} more lines: lightning-gpu-tools report FILE --full)"]
+    return "\n".join(lines)
+
+
+def paragraphs(report: Report) -> dict[str, str]:
+    """Return the reason, the advice, the result of earlier advice if there is one, and the run, by title."""
     result = {"Result": report.confirmation} if report.confirmation else {}
-    head = {
-        "Verdict": f"{verdict_line(report)} ({printable(report.outcome)})",
-        "Why": report.diagnosis.why,
-        "Next": report.diagnosis.next_step,
-        **result,
-        "Run": _run_line(report),
-    }
-    blocks = [
-        *(_wrapped(text, f"{f'{title}:':<9}") for title, text in head.items()),
-        "",
+    return {"Why": report.diagnosis.why, "Next": report.diagnosis.next_step, **result, "Run": _run_line(report)}
+
+
+def details(report: Report, *, full: bool) -> list[str]:
+    """Return the tables and trees, and what they do not show, as lines."""
+    return [
         *map(_wrapped, gpu_lines(report.gpus, full=full)),
         *map(_wrapped, _sentences(report, full)),
         *(_time_tree(report, full) if report.wall_s > 0 else []),
@@ -56,11 +63,6 @@ def render_text(report: Report, *, full: bool = False) -> str:
         *(map(_wrapped, [*_findings(report), *_source_lines(report)]) if full else ()),
         *map(_wrapped, _measuring(report)),
     ]
-    lines = "\n".join(blocks).split("\n")
-    if len(lines) > _MAX_LINES and not full:
-        more = len(lines) - _MAX_LINES + 1
-        lines[_MAX_LINES - 1 :] = [f"({more:,} more lines: lightning-gpu-tools report FILE --full)"]
-    return "\n".join(lines)
 
 
 def fenced(text: str) -> str:
@@ -88,11 +90,9 @@ def _sentences(report: Report, full: bool) -> Iterator[str]:
         yield claimed
     if (slowest := slowest_rank(report.ranks)) is not None:
         rank, behind_s = slowest
-        wait_s = mean_wait_s(report.ranks)
-        waits = "" if wait_s is None else f" On average a rank waits {format_duration(wait_s)} per step for others."
         yield (
             f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per "
-            f"step, {format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
+            f"step, {format_duration(behind_s)} more than the median of {len(report.ranks)} ranks."
         )
     idle = []
     for phase, percent in _largest_first(report.diagnosis.gpu_idle_percent):
@@ -159,8 +159,9 @@ def _run_line(report: Report) -> str:
     ranks = settings.get("world_size", "1")
     others = f"other programs used {report.others_cores or 0.0:.1f} cores"
     names = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_gpu_tools")
-    median_s = report.diagnosis.step_p50_s
-    speed = [f"median {format_duration(median_s)}"] if median_s else []
+    diagnosis = report.diagnosis
+    times_s = {"median": diagnosis.step_p50_s, "p95": diagnosis.step_p95_s, "longest": report.step_s_max}
+    speed = [f"{name} {format_duration(seconds)}" for name, seconds in times_s.items() if seconds]
     if speed and report.samples_per_s is not None:
         speed.append(f"{report.samples_per_s:.4g} samples/s")
     pace = f"{plural(report.steps, 'step')} in {format_duration(report.wall_s)}"

@@ -210,7 +210,7 @@ def _with_gpus(found: OutOfMemory, recorder: RunRecorder | None, run: Run) -> Ou
     )
     if recorder is None or not listed or not nvml.pids_are_ours() or foreign:
         return found
-    job_pids, watch = recorder.ranks.pids_on_node(), recorder.gpus.watch
+    job_pids, watch = recorder.ranks.pids_on_node(), recorder.watch
     if job_pids is None:
         return found
     own_bytes = sum(one.memory_used_bytes or 0 for one in listed if one.pid == os.getpid())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import importlib.util
@@ -14,29 +13,18 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_gpu_tools import files
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report
-from lightning_gpu_tools.reports.page import render_page
+from lightning_gpu_tools.reports.page import png_of, render_page, svg_of
 from lightning_gpu_tools.reports.report import COMPLETED, DRAWN, Report, ReportFile
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.units import printable, printable_path, wrapped
-
-# A separate process draws, so that the next run does not wait: a thread would share matplotlib's global settings with
-# the program, and hold locks while the program forks workers. The process uses the program's modules, not those of
-# another folder or installation.
-_DRAW = """
-import sys
-folder, sys.path[:] = sys.argv[1], sys.argv[2:]
-from lightning_gpu_tools.reports.page import draw
-draw(folder)
-"""
-_drawings: dict[str, subprocess.Popen[bytes]] = {}  # by folder
 
 LOG_NAME = "notify.log"  # beside the report
 # The shell starts the command and ends. Its output goes to $1, or nowhere if that cannot be written, as at a URL.
@@ -47,28 +35,21 @@ _warned: dict[Any, Any] = {}
 
 
 def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
-    """Write the report, log its summary, print it, and start to draw its picture and page.
+    """Write the report, print it, log its summary, and draw its picture and page.
 
     A failure affects only its own part, and is printed.
     """
-    lines = [""]
-    written: list[str] = []
-    path = ""
+    lines: list[str] = []
+    text = path = ""
     with _failure_added_to(lines, "The report could not be compared with the previous one"):
         earlier = earlier_report(file.folder)
-        confirmation = None if earlier is None else confirm(report, earlier)
-        if confirmation is not None:
-            report = dataclasses.replace(report, confirmation=confirmation)
+        if earlier is not None:
+            report = dataclasses.replace(report, confirmation=confirm(report, earlier))
     with _failure_added_to(lines, f"The report could not be written to {printable_path(file.folder)}"):
         path = file.save(report)
-        written.append(f"Report: {_shown(path)}")
-        with _failure_added_to(lines, "The report could not be drawn"):
-            if names := start_drawing(report, file.folder):
-                written[0] += f" ({' and '.join(names)} will follow)"
-    text = ""
+        lines.append(f"Report: {_shown(path)}")
     with _failure_added_to(lines, "The report could not be shown"):
         text = render_text(report)
-        lines.insert(1, text)
     if run is not None:
         for logger in run.loggers:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
@@ -78,7 +59,28 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
         texts = {"verdict": diagnosis.verdict, "why": diagnosis.why, "next_step": diagnosis.next_step}
         is_end = report.outcome == COMPLETED
         notify("end" if is_end else "error", file.folder, outcome=report.outcome, report=path, **texts)
-    say("\n".join([*lines, *written]))
+    say("\n".join(["", text, *lines]))
+    if path:
+        _draw(report, file.folder)
+
+
+def _draw(report: Report, folder: str) -> None:
+    """Draw the report with the ``plot`` extra, if the run was long enough to judge, and print where."""
+    places = [os.path.join(folder, name) for name in DRAWN]
+    lines: list[str] = []
+    with _failure_added_to(lines, "The report could not be drawn"):
+        for place in places:
+            files.remove(place)  # of the former report
+        if report.diagnosis.verdict == "too_short":
+            lines.append("The run is too short for a picture.")
+        elif importlib.util.find_spec("matplotlib") is not None:
+            drawn = png_of(report), render_page(report, svg_of(report)).encode()
+            for place, content in zip(places, drawn, strict=True):
+                with files.writing(place) as target:
+                    target.write(content)
+            lines.append(f"Picture and page: {' and '.join(map(_shown, places))}")
+    if lines:
+        say("\n".join(lines))
 
 
 def _log_summary(report: Report, text: str, logger: Any, step: int) -> None:
@@ -93,8 +95,7 @@ def _log_summary(report: Report, text: str, logger: Any, step: int) -> None:
         logger.log_metrics(metrics=numbers, step=step)
     texts = {name: value for name, value in named.items() if isinstance(value, str)}
     page = f"gpu_tools{separator}report"
-    # Lightning's loggers share no method for texts, and CSV files have no place for them. A page has no picture, which
-    # is not drawn yet.
+    # Lightning's loggers share no method for texts, and CSV files have no place for them.
     experiment: Any = getattr(logger, "experiment", None)  # Lightning's base class does not have it
     if hasattr(experiment, "add_text"):  # TensorBoard, which shows text as Markdown
         for name, value in {**texts, page: textwrap.indent(text, "    ")}.items():
@@ -145,42 +146,6 @@ def say_verdict(diagnosis: Diagnosis) -> None:
     """Print why memory ran out, on a rank without its own report."""
     texts = {"Why:  ": diagnosis.why, "Next: ": diagnosis.next_step}
     say("\n".join(wrapped(printable(text, 1000), title, "      ") for title, text in texts.items()))
-
-
-def start_drawing(report: Report, folder: str) -> Sequence[str]:
-    """Start to draw the report in a folder, and return the names of the files that will appear there.
-
-    They appear when they are complete, and the interpreter waits for them at exit. There are none without the ``plot``
-    extra, if the run is too short to judge, or in a frozen program, which has no interpreter. The process itself prints
-    why it could not draw.
-
-    Raises:
-        OSError: No process can be started.
-    """
-    if folder in _drawings:  # its report has been replaced
-        _drawings[folder].kill()
-        _drawings.pop(folder).wait()
-    for name in DRAWN:
-        files.remove(os.path.join(folder, name))  # of the former report
-    # A frozen executable would start the program again.
-    has_python = sys.executable and not getattr(sys, "frozen", False)
-    if report.diagnosis.verdict == "too_short" or not has_python or importlib.util.find_spec("matplotlib") is None:
-        return ()
-    _drawings[folder] = subprocess.Popen(
-        [sys.executable, "-c", _DRAW, folder, *sys.path],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,  # notes of matplotlib
-        start_new_session=True,  # Ctrl-C must not end it
-    )
-    return DRAWN
-
-
-@atexit.register
-def wait_for_drawings() -> None:
-    """Wait until all drawing has finished."""
-    for process in _drawings.values():
-        process.wait()
 
 
 def notify(

@@ -1,4 +1,4 @@
-"""The GPUs of a run: names and UUIDs, the sampler of this node's, and a rank's use of their memory."""
+"""The GPUs of a run: names and UUIDs, what the driver reports of them, and the sampler of this node's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -15,11 +14,9 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.gpus.readings import GpuReading, weighted_mean
-from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
-from lightning_gpu_tools.memory.readings import RankMemory
+from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.selection.cuda import shown_uuid
-from lightning_gpu_tools.training.background import SafeReader
 
 
 def gpu_readings(devices: Iterable[torch.device]) -> tuple[GpuReading, ...]:
@@ -79,39 +76,3 @@ def mean_utilization(windows: Sequence[GpuWindow]) -> float | None:
     observed = [window for window in windows if window.utilization_percent_mean is not None]
     percents = [window.utilization_percent_mean or 0.0 for window in observed]
     return weighted_mean(percents, [window.utilization_observed_s for window in observed])
-
-
-class RunGpus:
-    """What a rank knows of GPUs: samples of this node's, if it has their ``watch``, and its memory."""
-
-    def __init__(self, run: Run, watch: GpuWatch | None, reader: SafeReader) -> None:
-        self.watch = watch
-        self._run = run
-        self._read = reader.read
-
-    def windows(self, phase: Phase = "training") -> Sequence[GpuWindow]:
-        """Return the whole run so far of each GPU of this node that trains."""
-        watch, nothing = self.watch, tuple[GpuWindow, ...]()
-        return nothing if watch is None else self._read("the GPU's metrics", lambda: watch.trained_on(phase), nothing)
-
-    @property
-    def own_uuid(self) -> str | None:
-        """UUID of this rank's GPU; ``None`` without one."""
-        return None if self._run.gpu is None else gpu_readings([self._run.gpu])[0].uuid
-
-    def own_utilization(self, windows: Sequence[GpuWindow]) -> float | None:
-        """Return the mean utilization of this rank's GPU in percent; ``None`` if it is the only one, or unknown."""
-        if self._run.gpu is None or len(self._run.gpus) == 1:
-            return None
-        return mean_utilization([window for window in windows if window.uuid == self.own_uuid])
-
-    def with_driver(self, memory: RankMemory) -> RankMemory | None:
-        """Return this rank's own counts with its GPU, and with the driver's samples if it has them."""
-        if self._run.gpu is None:
-            return None
-        (gpu,) = gpu_readings([self._run.gpu])
-        memory = replace(memory, gpu=(self._run.place.node, gpu.index, str(gpu.uuid)))
-        if self.watch is None:
-            return memory
-        own_pids = None if self.watch.own_pids is None else tuple(sorted(self.watch.own_pids))
-        return replace(memory, samples=tuple(self.watch.noted_memory()), own_pids=own_pids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from statistics import median_high
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
-from lightning_gpu_tools.gpus.metrics import Timeline, mean_window
-from lightning_gpu_tools.gpus.watch import GpuWatch
+from lightning_gpu_tools.gpus.metrics import GpuWindow, Timeline, mean_window
+from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
 from lightning_gpu_tools.host import resident_memory_bytes
 from lightning_gpu_tools.loaders.settings import batch_bytes, first_tensor
 from lightning_gpu_tools.memory.history import MemoryHistory
 from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.runs.ranks import Ranks, own_step, own_waits
 from lightning_gpu_tools.runs.run import Run, Timer
-from lightning_gpu_tools.runs.run_gpus import RunGpus, mean_utilization
+from lightning_gpu_tools.runs.run_gpus import gpu_readings, mean_utilization
 from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import SafeReader
@@ -66,7 +66,7 @@ class RunRecorder:
     ) -> None:
         self.run = run
         self.reader = SafeReader()
-        self.gpus = RunGpus(run, watch, self.reader)
+        self.watch = watch  # of the GPUs of this node, in one of its processes
         self.largest_batch_size: int | None = None  # in samples, that fits on this rank's GPU
         self.batch_bytes: int | None = None  # of the first batch
         self._timer = timer
@@ -89,7 +89,7 @@ class RunRecorder:
         self.cores = CoreUse(users, self.reader, local_ranks=run.place.local_ranks)
         self.loaders = RunLoaders(run, clock, self.lines.waits, self.reader, self.cores.began.children_cpu_s)
         self.ranks = Ranks(name, run.place, store, self.reader)
-        self.ranks.exchange.publish(pid=os.getpid(), gpu=self.gpus.own_uuid)
+        self.ranks.exchange.publish(pid=os.getpid(), gpu=self._own_uuid)
         if self.memory is not None and watch is not None:
             self.memory.when_read = watch.note_memory
 
@@ -118,7 +118,7 @@ class RunRecorder:
         """The facts that could not be measured with this version of torch or Lightning, or not be read."""
         clock = self._clock
         found = [*self._timer.unseen, *(f"{what} ({why})" for what, why in sorted(self.reader.unread.items()))]
-        if self.gpus.watch is not None and self.ranks.exchange.ranks < self.run.place.world_size:
+        if self.watch is not None and self.ranks.exchange.ranks < self.run.place.world_size:
             found.append("torch.distributed's store")
         found += clock.unseen
         if self._timer.rank_waits.unseen:
@@ -160,11 +160,10 @@ class RunRecorder:
 
     def _poll_readings(self) -> float:
         """Read what may change along with the step time."""
-        watch = self.gpus.watch
         if self._clock.steps > self._clock.warm_up_steps:
             now: dict[Quantity, float | None] = {
                 "batch_items": self._clock.times.batch_items,
-                "lost_clock_percent": None if watch is None else watch.lost_clock_percent(),
+                "lost_clock_percent": None if self.watch is None else self.watch.lost_clock_percent(),
                 "resident_bytes": resident_memory_bytes(),
             }
             for name, value in now.items():
@@ -197,7 +196,7 @@ class RunRecorder:
         """Publish this rank's speed; the first rank of every other node also publishes its GPUs."""
         if self.run.place.world_size == 1:
             return
-        watch = self.gpus.watch
+        watch = self.watch
         own = own_step(self.run, self._timer, self._source_lines())
         facts: dict[str, Any] = {
             "own_step": None if own is None else asdict(own),
@@ -224,13 +223,37 @@ class RunRecorder:
 
     def own_memory(self) -> RankMemory | None:
         """Return this rank's facts about GPU memory; ``None`` without a GPU, or if nothing could be counted."""
-        read = self.reader.read
-        memory = None if self.memory is None else read("the GPU's memory", self.memory.facts, None)
-        if memory is None:
+        return None if self.memory is None else self.reader.read("the GPU's memory", self._read_memory, None)
+
+    def _read_memory(self) -> RankMemory | None:
+        """Return this rank's counts with its GPU, and with the driver's samples if this process has them."""
+        memory = None if self.memory is None else self.memory.facts()
+        if memory is None or self.run.gpu is None:
             return None
-        return read("the use of the GPU's memory", partial(self.gpus.with_driver, memory), None)
+        (gpu,) = gpu_readings([self.run.gpu])
+        memory = replace(memory, gpu=(self.run.place.node, gpu.index, str(gpu.uuid)))
+        if self.watch is None:
+            return memory
+        own_pids = None if self.watch.own_pids is None else tuple(sorted(self.watch.own_pids))
+        return replace(memory, samples=tuple(self.watch.noted_memory()), own_pids=own_pids)
 
     # All of it
+
+    @property
+    def _own_uuid(self) -> str | None:
+        """UUID of this rank's GPU; ``None`` without one."""
+        return None if self.run.gpu is None else gpu_readings([self.run.gpu])[0].uuid
+
+    def _windows(self, phase: Phase = "training") -> Sequence[GpuWindow]:
+        """Return the whole run so far of each GPU of this node that trains."""
+        read = None if self.watch is None else partial(self.watch.trained_on, phase)
+        return () if read is None else self.reader.read("the GPU's metrics", read, [])
+
+    def _own_utilization(self, windows: Sequence[GpuWindow]) -> float | None:
+        """Return the mean utilization of this rank's GPU in percent; ``None`` if it is the only one, or unknown."""
+        if len(self.run.gpus) < 2:
+            return None
+        return mean_utilization([window for window in windows if window.uuid == self._own_uuid])
 
     def measurements(self) -> RunMeasurements:
         """Return everything measured so far, in the training thread."""
@@ -251,7 +274,7 @@ class RunRecorder:
         cores = read("the use of the cores", core_facts, None)
         batch_sizes = [self.largest_batch_size, *self.ranks.batch_sizes] if self._on_gpu else []
         loader_began, loader_now, wait_share = self.loaders.followed()
-        windows = self.gpus.windows()
+        windows = self._windows()
         return RunMeasurements(
             wall_s=sum(phase_s.values()),
             steps=max(1, clock.steps),
@@ -269,8 +292,8 @@ class RunRecorder:
             host=in_reach(now.budget, cores),
             on_gpu=self._on_gpu,
             utilization_percent=mean_utilization(windows),
-            own_utilization_percent=read("the GPU's utilization", partial(self.gpus.own_utilization, windows), None),
-            validation_utilization_percent=mean_utilization(self.gpus.windows("validation")),
+            own_utilization_percent=read("the GPU's utilization", partial(self._own_utilization, windows), None),
+            validation_utilization_percent=mean_utilization(self._windows("validation")),
             loader=settings,
             loader_began=loader_began,
             loader_now=loader_now,

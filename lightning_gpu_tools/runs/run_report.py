@@ -6,9 +6,8 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import AT_END, Diagnosis
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
-from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import process_id
 from lightning_gpu_tools.reports.report import (
@@ -39,7 +37,6 @@ from lightning_gpu_tools.units import check_percentage
 # Our default: the report is written at the start, after this time, and whenever the run has doubled in length. A killed
 # run loses at most half of its length, or a minute.
 FIRST_WRITE_S = 2.0
-_MAX_WAIT_S = 5.0  # our default: for the next step
 
 
 def conclude(session: Session, measured: RunMeasurements | None = None) -> Diagnosis | None:
@@ -81,7 +78,7 @@ def describe(session: Session, outcome: str, measured: RunMeasurements | None = 
         gpus = tuple(dataclasses.replace(gpu, timelines={}) for gpu in gpus)
     elif watch is not None:
         session.warn(*watch.take_metrics()[1])
-    gpus = _with_waits((*gpus, *recorder.ranks.gpus_of_other_nodes()), measured)
+    gpus = (*gpus, *recorder.ranks.gpus_of_other_nodes())
     settings: dict[str, Any] = {
         "script": None if sys.argv[:1] in ([], [""], ["-c"]) else os.path.basename(sys.argv[0]),
         "dataset": None if run.loader is None else type(run.loader.dataset).__qualname__,
@@ -111,6 +108,7 @@ def describe(session: Session, outcome: str, measured: RunMeasurements | None = 
         diagnosis=diagnosis,
         gpus=gpus,
         gpu_note=session.gpu_note or (no_gpu if watch is None else None),
+        step_s_max=None if times is None else times.max_s,
         samples_per_s=batch_size * run.place.world_size * times.count / times.seconds if batch_size and times else None,
         step_s_blocks=tuple(block.step_s for block in measured.blocks),
         warm_up_steps=clock.warm_up_steps,
@@ -134,24 +132,11 @@ def describe(session: Session, outcome: str, measured: RunMeasurements | None = 
     )
 
 
-def _with_waits(gpus: Iterable[GpuSummary], measured: RunMeasurements) -> tuple[GpuSummary, ...]:
-    """Return the GPUs with the share of the steps in which they waited for other ranks."""
-    step_s = fmean(block.step_s for block in measured.blocks) if measured.blocks else 0.0
-    waits = {(rank.node, rank.gpu): rank.others_late_s for rank in measured.ranks}
-    found = []
-    for gpu in gpus:
-        wait_s = waits.get((gpu.node, gpu.index))
-        if step_s and wait_s is not None:
-            gpu = dataclasses.replace(gpu, rank_wait_percent=min(100.0, 100 * wait_s / step_s))
-        found.append(gpu)
-    return tuple(found)
-
-
 class RunningReport:
     """The report of a run in progress, so that a killed run leaves one.
 
-    The background thread requests a measurement after the training thread's next step, judges it, and writes the
-    report. If that step takes too long, it writes the last measurement, with the clock's times.
+    The background thread writes the last measurement with the clock's times, and requests a new measurement after the
+    training thread's next step, which it then writes at once.
     """
 
     def __init__(self, session: Session, file: ReportFile) -> None:
@@ -159,7 +144,7 @@ class RunningReport:
         self._session = session
         self._recorder = session.begin()
         self._measured = self._recorder.measurements()
-        self._is_fresh, self._asked = True, False
+        self._is_fresh = True
         self._saved: Report | None = None
         session.background.add("Writing the report while training runs", self._write)
 
@@ -174,18 +159,13 @@ class RunningReport:
         self._session.background.run_now()
 
     def _write(self) -> float:
-        session = self._session
-        stalls = () if session.stall_watch is None else session.stall_watch.stalls
-        has_stalled = any(not one.is_over for one in stalls[-1:])
-        if not self._is_fresh and not self._asked and not has_stalled:
+        if not self._is_fresh:
             self._recorder.cores.read_ahead()  # the slowest part
-            self._asked = session.report_wanted = True
-            return _MAX_WAIT_S
-        self._is_fresh = self._asked = False
-        report = describe(session, RUNNING, self._measured)
-        self.file.save(report)
-        self._saved = report
-        return min(WRITE_EVERY_S, max(FIRST_WRITE_S, report.wall_s))
+            self._session.report_wanted = True
+        self._is_fresh = False
+        self._saved = describe(self._session, RUNNING, self._measured)
+        self.file.save(self._saved)
+        return min(WRITE_EVERY_S, max(FIRST_WRITE_S, self._saved.wall_s))
 
     def give_up(self) -> None:
         """Record in the file that measuring has stopped."""

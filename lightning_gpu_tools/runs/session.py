@@ -190,8 +190,6 @@ class Session:
             if batch is not None:
                 self.recorder.note_batch(batch)
             self.recorder.after_step()
-            if self.stall_watch is not None and self.stall_watch.notes:
-                self.clock.as_own_work(self.stall_watch.pass_on)
             if is_first:
                 compilation_s = self.recorder.reader.read("the compilations", self.recorder.compilations.total_s, 0.0)
                 self.startup.end(compilation_s)
@@ -199,8 +197,9 @@ class Session:
                     self.clock.as_own_work(self._warn_of_shortcomings, self.recorder)
 
     def _warn_of_shortcomings(self, recorder: RunRecorder) -> None:
-        find, nothing = partial(shortcomings, self.run, recorder.batch_bytes), list[str]()
-        self.warn(*recorder.reader.read("the disks, memory and claims of this machine", find, nothing))
+        nothing: list[str] = []
+        find = partial(shortcomings, self.run)
+        self.warn(*recorder.reader.read("the disk and the claims of this machine", find, nothing))
 
     def log_if_due(self) -> float:
         """Log the GPUs when loggers get metrics, unless there can be no new sample.
@@ -272,7 +271,6 @@ class Session:
             return
         if self.stall_watch is not None:
             self.stall_watch.close(self.ending.outcome)
-            self.stall_watch.pass_on()
         self.background.close()
         self.has_finished = True
         self.warn(*self._faults)

@@ -52,7 +52,7 @@ from lightning_gpu_tools.training.stall_facts import (
     RankFacts,
     StallFacts,
 )
-from lightning_gpu_tools.units import format_duration, printable
+from lightning_gpu_tools.units import printable
 
 StallAfter = float | Literal["auto"] | None
 
@@ -64,7 +64,6 @@ _MISSED = 6  # missed messages after which a rank is silent
 _WRITING_BYTES = 1 << 20  # between two polls: a checkpoint that makes progress
 _MAX_CALLS = 12  # of a stack, the innermost ones
 _MAX_WORKERS = 64  # that are sampled
-_MAX_STALLS = 100
 _MAX_RANKS = 64
 
 
@@ -93,7 +92,6 @@ class StallWatch:
     ) -> None:
         """Start the watch. ``folder`` is that of the report, if there will be one."""
         self.stalls: tuple[Stall, ...] = ()
-        self.notes: list[str] = []  # messages for the training thread to print in `pass_on`
         self.beats = 0  # validation batches begun, which the clock does not count
         self.ended: str | None = None  # the outcome, at the end
         self._timer, self._clock = timer, timer.clock
@@ -119,11 +117,6 @@ class StallWatch:
         if ended is not None:
             self._publish()
 
-    def pass_on(self) -> None:
-        """Warn, in the training thread, about stalls that are over."""
-        while self.notes:
-            self._say(self.notes.pop(0))
-
     # In the thread
 
     def _poll(self) -> float:
@@ -133,7 +126,6 @@ class StallWatch:
             if self._is_reported:
                 self._is_reported = False
                 self._change_stall(is_over=True, lasted_s=lasted_s)
-                self.notes.append(f"Training continued after {format_duration(lasted_s)}.")
         if self._is_reported:
             self._change_stall(lasted_s=patience.stuck_s)
         elif patience.has_stalled:
@@ -280,10 +272,11 @@ class StallWatch:
             next_step=found.advice,
             rank=None if waited_for is None else int(waited_for),
         )
-        self.stalls = (*self.stalls[-_MAX_STALLS:], stall)
+        self.stalls = (*self.stalls, stall)
         self._is_reported = True
         self._write_report()
-        self._say("\n".join(lines))
+        with suppress(StalledTrainingWarning):  # if a filter turns warnings into errors
+            warnings.warn_explicit("\n".join(lines), StalledTrainingWarning, "lightning_gpu_tools", 1)
         if self._place.rank == 0 and self._folder is not None:
             report = os.path.join(self._folder, FILE_NAME) if self._clock.ran else ""
             texts = {"outcome": lines[0], "why": found.why, "next_step": found.advice}
@@ -291,7 +284,3 @@ class StallWatch:
 
     def _change_stall(self, **changes: Any) -> None:
         self.stalls = (*self.stalls[:-1], replace(self.stalls[-1], **changes))
-
-    def _say(self, text: str) -> None:
-        with suppress(StalledTrainingWarning):  # if a filter turns warnings into errors
-            warnings.warn_explicit(text, StalledTrainingWarning, "lightning_gpu_tools", 1)

@@ -10,12 +10,10 @@ from pathlib import Path
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools import files
-from lightning_gpu_tools.advice.workers import OPEN_IN_WORKER, SHARED_MEMORY, named
+from lightning_gpu_tools.advice.workers import OPEN_IN_WORKER, named
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim, folded_claims
-from lightning_gpu_tools.host import shared_memory_bytes
 from lightning_gpu_tools.loaders.facts import read_loader_facts
-from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.runs.errors import copies_per_weight
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.run_gpus import gpu_readings
@@ -26,9 +24,9 @@ from lightning_gpu_tools.units import format_bytes, printable, printable_path
 _CHECKPOINTS = 2
 
 
-def shortcomings(run: Run, batch_bytes: int | None) -> list[str]:
+def shortcomings(run: Run) -> list[str]:
     """Return a message for each shortage, with what to do; for rank 0, after the first step."""
-    return [*_of_checkpoints(run), *_of_loaders(run, batch_bytes), *_claims_of_others(run)]
+    return [*_of_checkpoints(run), *_of_loaders(run), *_claims_of_others(run)]
 
 
 def _of_checkpoints(run: Run) -> Iterator[str]:
@@ -58,16 +56,7 @@ def _of_checkpoints(run: Run) -> Iterator[str]:
         )
 
 
-def _of_loaders(run: Run, batch_bytes: int | None) -> Iterator[str]:
-    if run.loader is not None:
-        settings, shm_bytes = settings_of(run.loader), shared_memory_bytes()
-        workers = settings.num_workers * run.place.local_ranks
-        ahead_bytes = workers * (settings.prefetch_factor or 0) * (batch_bytes or 0)
-        if shm_bytes is not None and ahead_bytes > shm_bytes:
-            yield (
-                f"The DataLoader's workers prefetch up to {format_bytes(ahead_bytes)} of batches, but "
-                f"/dev/shm has only {format_bytes(shm_bytes)}. {SHARED_MEMORY}"
-            )
+def _of_loaders(run: Run) -> Iterator[str]:
     loaders = [one.loader for one in run.loaders if isinstance(one.loader, DataLoader)]
     facts = [read_loader_facts(loader) for loader in loaders if loader.num_workers]
     shared_files = tuple(file for one in facts for file in one.open_files)

@@ -51,11 +51,8 @@ def test_all_causes_are_listed_in_their_groups(explain: Explain) -> None:
 
 
 def test_an_unknown_cause_is_wrong_usage(capfd: pytest.CaptureFixture[str]) -> None:
-    for name, says in (
-        ("dataloading", 'no cause is named "dataloading". Did you mean data_loading? Run explain '),
-        ("\x1b[31mzzz", 'no cause is named "\\x1b[31mzzz". Run explain without an argument to list all causes.'),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            main(["explain", name])
-        shown = capfd.readouterr()
-        assert (shown.out, says in shown.err) == ("", True)
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", "\x1b[31mzzz"])
+    shown = capfd.readouterr()
+    assert 'no cause is named "\\x1b[31mzzz". Run explain without an argument to list all causes.' in shown.err
+    assert shown.out == ""

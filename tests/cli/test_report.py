@@ -27,6 +27,8 @@ def test_it_prints_the_report_again(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "gpu_report.json").read_text())
     assert main(["report", str(tmp_path), "--format", "markdown"]) == 0
     assert capsys.readouterr().out == f"```text\n{render_text(report)}\n```\n"
+    assert main(["report", str(tmp_path), "--format", "html"]) == 0
+    assert capsys.readouterr().out.startswith("<!DOCTYPE html>")
 
 
 def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +116,7 @@ def test_where_there_is_no_report_the_path_is_named(
     [
         (["--max-slowdown", "5%"], "--max-slowdown needs --against OLD"),
         (["--against", "old", "--max-slowdown=-5%"], "--max-slowdown must be at least 0%, got -5%"),
-        (["--against", "old", "--full"], "--full works only for one report"),
+        (["--against", "old", "--format", "html"], "--full and --format html work only for one report"),
     ],
 )
 def test_wrong_options_are_wrong_usage(capfd: pytest.CaptureFixture[str], options: list[str], says: str) -> None:

@@ -16,10 +16,11 @@ pytest.importorskip("matplotlib", reason="needs the extra plot")
 
 import matplotlib
 
-from lightning_gpu_tools.reports.page import png_of, render_page
-from lightning_gpu_tools.reports.text import render_text
+from lightning_gpu_tools.reports.page import png_of, render_page, svg_of
+from lightning_gpu_tools.reports.text import details
 
-TAGS = ["html", "head", "meta", "meta", "meta", "title", "style", "body", "h1", "img", "pre"]
+# What a page consists of, outside its picture.
+TAGS = ["html", "head", "meta", "meta", "meta", "title", "style", "body", "h1", *("p", "b") * 4, "div", "pre"]
 
 
 class Page(HTMLParser):
@@ -40,23 +41,35 @@ class Page(HTMLParser):
         self.texts.append(data)
 
 
-@pytest.mark.parametrize(("nodes", "gpus", "seconds"), [(1, 0, 10), (16, 8, 30 * DAY_S)])
+def without_picture(page: str) -> tuple[Page, str]:
+    before, _, picture = page.partition("<svg")
+    picture, _, after = picture.partition("</svg>")
+    return Page(before + after), picture
+
+
+@pytest.mark.parametrize(("nodes", "gpus", "seconds"), [(1, 0, 10), (2, 8, 30 * DAY_S), (16, 8, 30 * DAY_S)])
 def test_picture_and_page_of_any_job_are_small(nodes: int, gpus: int, seconds: float) -> None:
     report = simulated_report(nodes=nodes, gpus=gpus, seconds=seconds)
     picture = png_of(report)
     width, height = struct.unpack(">II", picture[16:24])
     assert (width, 250 < height < 1500) == (1440, True)
     assert len(picture) < 200_000
-    assert len(render_page(report, picture)) < 300_000
+    assert len(render_page(report, svg_of(report)).encode()) <= 150_000
 
 
 def test_a_page_holds_the_whole_report() -> None:
-    report = replace(simulated_report(gpus=2), settings={"model": "LitModel & Co"})
-    page = Page(render_page(report, b"a picture"))
+    report = replace(simulated_report(gpus=2), settings={"model": "LitModel & Co"}, outcome="completed")
+    page, picture = without_picture(render_page(report, svg_of(report)))
     assert page.tags == TAGS
-    assert render_text(report, full=True) in page.texts
+    assert "\n".join(details(report, full=True)) in page.texts
     assert {"GPU report of LitModel & Co", "LOW: the GPU is often idle"} <= {*page.texts}
-    assert "img" not in Page(render_page(report)).tags
+    assert [text.strip() for text in page.texts if text.strip() in ("Why:", "Next:", "Run:")] == [
+        "Why:",
+        "Next:",
+        "Run:",
+    ]
+    assert "waiting for data 6%" in picture
+    assert Page(render_page(report)).tags == TAGS
 
 
 def test_neither_dollar_signs_nor_a_users_style_break_the_picture() -> None:
@@ -86,10 +99,12 @@ def test_text_of_a_report_is_never_markup() -> None:
         confirmation=EVIL,
         unseen=(EVIL,),
     )
-    text = render_page(hostile, png_of(hostile))
-    page = Page(text)
-    assert page.tags == TAGS
-    assert {*page.attributes} == {"lang", "charset", "name", "content", "http-equiv", "alt", "src"}
+    text = render_page(hostile, svg_of(hostile))
+    page, picture = without_picture(text)
+    assert page.tags == [*TAGS[:9], "p", "b", *TAGS[9:]]  # with a result
+    assert {*page.attributes} == {"lang", "charset", "name", "content", "http-equiv", "tabindex"}
+    assert "<script" not in picture
+    assert "<img" not in picture
     assert "default-src 'none'" in text
     assert "\x1b" not in text
     assert "".join(page.texts).count("<img src=x") > 12  # it is all there, as text

@@ -64,8 +64,8 @@ def test_the_text_has_verdict_why_next_and_a_tree() -> None:
         "Why:     Waiting for data takes 61% of the wall time (31 ms of 51 ms per steady step).",
         "Next:    Set DataLoader(..., num_workers=6) (now 0). Speedup: about 2.3x (2.1x to 2.5x).",
         "Result:  FASTER: 2.1x",
-        "Run:     LitModel; 812 steps in 41.4 s (median 50 ms, 2510 samples/s); 2 ranks on NVIDIA H200;",
-        "         32-true; torch 2.15.0, lightning 2.6.6",  # samples of both ranks
+        "Run:     LitModel; 812 steps in 41.4 s (median 50 ms, p95 62 ms, longest 510 ms, 2510 samples/s); 2",
+        "         ranks on NVIDIA H200; 32-true; torch 2.15.0, lightning 2.6.6",  # samples of both ranks
     ]
     assert lines[7:10] == ["GPU  busy  peak   of", "        %   GiB  GiB", "  3    34  60.0  140"]
     assert "Where the 41.4 s went (100% explained), and the mean per step" in lines

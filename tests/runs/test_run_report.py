@@ -49,7 +49,7 @@ def test_the_report_is_printed_in_writes_of_whole_lines(tmp_path: Path, monkeypa
         train(tmp_path)
         printed = sys.stdout.getvalue()  # type: ignore[attr-defined]
     assert "Verdict: " in printed
-    assert f"Report: {tmp_path / 'gpu_report' / 'gpu_report.json'}\n" in printed
+    assert f"Report: {tmp_path / 'gpu_report' / 'gpu_report.json'}\nThe run is too short for a picture.\n" in printed
 
 
 @pytest.mark.parametrize(

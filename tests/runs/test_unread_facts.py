@@ -31,7 +31,7 @@ SOURCES = {
     (run_loaders, "settings_of"): "the loader's settings",
     (run_loaders, "read_loader_facts"): "the loader's dataset",
     (run_recorder, "batch_bytes"): "the batch's size",
-    (surroundings, "shared_memory_bytes"): "the disks, memory and claims of this machine",
+    (surroundings, "gpu_readings"): "the disk and the claims of this machine",
     (compat, "matmul_precision"): "the precision of matrix products",
     (WorkerWatch, "after_step"): "the loader's workers",
     (LineSampler, "seen"): "source lines",

@@ -183,7 +183,7 @@ def test_a_job_without_a_claim_hears_of_rivals(
         assert other.stdout is not None
         other.stdout.readline()
         made = Trainer(accelerator="cuda", devices=1, strategy="ddp", logger=False)
-        (message,) = shortcomings(TrainerRun(made), None)
+        (message,) = shortcomings(TrainerRun(made))
         assert re.search(
             rf"memory of GPU 0, and may use it at any time: 8\.00 GiB by \w+ \(pid {other.pid}\)\.", message
         )
