@@ -91,13 +91,11 @@ def pid_namespace() -> str | None:
 
 @functools.cache
 def running_kernel() -> str:
-    """Return 12 hex digits that identify this boot of this machine, including across containers and NFS."""
-    boot = read_kernel_file("/proc/sys/kernel/random/boot_id")
-    if boot:
-        return boot.replace("-", "")[:12]
-    import uuid  # not needed elsewhere
+    """Return 12 hex digits that identify this boot of this machine, including across containers and NFS.
 
-    return f"{uuid.getnode():012x}"  # some sandboxes hide the boot: there, all boots of a machine count as one
+    Empty if a sandbox hides them.
+    """
+    return read_kernel_file("/proc/sys/kernel/random/boot_id").replace("-", "")[:12]
 
 
 class ProcessId(TypedDict):
@@ -126,7 +124,7 @@ def process_id(pid: int) -> ProcessId:
 def is_running(process: ProcessId) -> bool | None:
     """Return whether it is running; ``None`` if unknown: it is on another machine or in another container."""
     is_here = (process["kernel"], process["namespace"]) == (running_kernel(), pid_namespace())
-    if process["started_ticks"] is None or not is_here:
+    if process["started_ticks"] is None or not process["kernel"] or not is_here:
         return None
     stat = process_stat(process["pid"])
     return stat is not None and stat.started_ticks == process["started_ticks"] and stat.state not in "ZX"

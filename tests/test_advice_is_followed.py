@@ -47,7 +47,6 @@ _EXCEPTIONS = {
     "nvidia-smi -q -d PERFORMANCE": "needs a hot GPU",
     "(nvidia-smi -pl) steadies the clocks": "needs a hot GPU",
     "Check nvidia-smi dmon": "needs a MIG instance",
-    "check `nvidia-smi -L`": "asks the driver of a real GPU",
     "check `nvidia-smi` and `dmesg`": "asks the driver of a real GPU",
     "Does `nvidia-smi` work?": "asks the driver of a real GPU",
     "Try `sudo modprobe nvidia`": "changes the driver of a real GPU",

@@ -20,7 +20,6 @@ from lightning_gpu_tools.dry_run.result import (
     certain_bytes,
     context_bytes,
     judge,
-    near_the_limit,
     next_trial,
     result,
 )
@@ -93,12 +92,12 @@ def run(args: argparse.Namespace) -> int:
             say(f"The run does not fit. Measuring it again on simulated GPUs with {_MORE_MEMORY} times the memory.")
             again = _trial(args, args.command, times_memory=_MORE_MEMORY)
             needs = again.record if again.verdict == "fits" else None
-        found = result(judgment, args.gpu, args.count, args.steps, needs)
+        found = result(judgment, args.gpu, args.steps, needs)
         if args.vary is not None and found.needed_bytes is not None:
             found = dataclasses.replace(found, trials=_vary(args, found))
     except (SimulatedCudaError, OSError) as error:
         why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        found = result(Judgment("cannot_be_told", None, why), args.gpu, args.count, args.steps)
+        found = result(Judgment("cannot_be_told", None, why), args.gpu, args.steps)
     except KeyboardInterrupt:
         return 130  # as for a program ended by SIGINT, POSIX "Exit Status for Commands"
     print(json.dumps(dataclasses.asdict(found), indent=2) if args.format == "json" else render(found))
@@ -136,8 +135,7 @@ def _trial(args: argparse.Namespace, command: list[str], *, times_memory: int = 
         stdout=subprocess.DEVNULL if is_quiet else shown,
         stderr=subprocess.DEVNULL if is_quiet else None,
     )
-    judgment = judge(code, records, args.steps, launch.torch_folder())
-    return judgment if times_memory > 1 else near_the_limit(judgment, args.gpu)
+    return judge(code, records, launch.torch_folder(), args.gpu if times_memory == 1 else None)
 
 
 def render(run: DryRun) -> str:

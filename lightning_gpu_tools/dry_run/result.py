@@ -84,17 +84,14 @@ class DryRun:
         verdict: ``fits``, ``does_not_fit``, ``perhaps`` near the limit, or ``cannot_be_told`` if unknown.
         reason: The verdict in a sentence.
         gpu: Name of the simulated GPU.
-        gpus: Number of GPUs.
         usable_bytes: Memory of a GPU that programs can use.
         needed_bytes: Memory that the process with the highest peak needs on its GPU, including the CUDA context and,
             with several ranks, NCCL's buffers.
         min_free_bytes: Value for ``--min-free``: 20% more than ``needed_bytes``, limited to the memory of the GPU.
         steps: Completed training steps.
-        world_size: Number of ranks.
         batch_size: First dimension of the first tensor that the model received; of a list of images, its length.
         peak: Time and place of the peak memory of tensors: step, phase, file, line, function.
         failure: Time and place of the allocator's failure, if the training does not fit.
-        requested_bytes: Size of the failed allocation.
         parts_bytes: Uses of ``needed_bytes``, by part as in ``gpu_report.json``.
         lines: The ten lines that allocated the most of it.
         largest_batch: Largest batch size that fits, predicted from the recorded allocations.
@@ -108,16 +105,13 @@ class DryRun:
     verdict: Verdict
     reason: str
     gpu: str
-    gpus: int
     usable_bytes: int
     needed_bytes: int | None = None
     min_free_bytes: int | None = None
     steps: int = 0
-    world_size: int = 1
     batch_size: int | None = None
     peak: Moment | None = None
     failure: Moment | None = None
-    requested_bytes: int | None = None
     parts_bytes: Mapping[str, int] = field(default_factory=dict)
     lines: tuple[MemoryLine, ...] = ()
     largest_batch: int | None = None
@@ -150,19 +144,11 @@ def certain_bytes(gpu: str) -> int:
     return int(_CERTAIN_SHARE * usable_bytes(gpu))
 
 
-def near_the_limit(judgment: Judgment, gpu: str) -> Judgment:
-    """Return the verdict ``perhaps`` in place of ``fits`` if a real GPU may fail."""
-    record = judgment.record
-    if judgment.verdict != "fits" or record is None:
-        return judgment
-    needed = record.peak_reserved_bytes + context_bytes(gpu, record.world_size)
-    return judgment._replace(verdict="perhaps") if record.retries or needed > certain_bytes(gpu) else judgment
+def judge(code: int, records: Sequence[ProcessRecord], torch: str, gpu: str | None) -> Judgment:
+    """Return the verdict on a command that ended with this exit code.
 
-
-def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -> Judgment:
-    """Return the verdict on a command that ended with this exit code and should have completed ``steps`` steps.
-
-    ``torch`` is the folder of the torch for which the simulated GPUs were made.
+    ``torch`` is the folder of the torch for which the simulated GPUs were made. The verdict is ``perhaps`` instead of
+    ``fits`` if a real ``gpu`` may fail.
     """
     why_not = _why_not_recorded(code, records, torch)
     if why_not:
@@ -172,12 +158,10 @@ def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -
     fullest = max(records, key=lambda record: (record.outcome == "complete", record.steps, record.peak_reserved_bytes))
     failed = max(records, key=lambda record: record.failures)
     error = next((record.error for record in records if record.error), "")
-    on_gpu = [record for record in records if record.uses_gpu]
-    if fullest.outcome == "complete":
-        if fullest.uses_gpu:
-            return Judgment("fits", fullest)
+    is_complete = fullest.outcome == "complete"
+    if is_complete and not fullest.uses_gpu:
         why_not = f"The command completed {plural(fullest.steps, 'training step')} without using a GPU."
-    elif code or error:
+    elif not is_complete and (code or error):
         if failed.failures or "out of memory" in error:
             return Judgment("does_not_fit", failed)
         remedy, too_few = "A real GPU may give the same error.", _TOO_FEW_GPUS.search(error)
@@ -185,11 +169,15 @@ def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -
             count = 2 if too_few[1] is None else int(too_few[1]) + 1
             remedy = f"Simulate as many GPUs as the command uses: add -n {count} to dry-run."
         why_not = f"The command ended with {error or _ending(code)} {_after(fullest.steps)}. {remedy}"
-    elif on_gpu:
-        return Judgment("fits", max(on_gpu, key=lambda record: record.peak_reserved_bytes))
-    else:
+    elif not any(record.uses_gpu for record in records):
         why_not = "The command did not use a GPU."
-    return Judgment("cannot_be_told", why_not=why_not)
+    if why_not:
+        return Judgment("cannot_be_told", why_not=why_not)
+    if not is_complete:
+        fullest = max(records, key=lambda record: (record.uses_gpu, record.peak_reserved_bytes))
+    needed = fullest.peak_reserved_bytes + (context_bytes(gpu, fullest.world_size) if gpu else 0)
+    is_near = gpu is not None and (fullest.retries or needed > certain_bytes(gpu))
+    return Judgment("perhaps" if is_near else "fits", fullest)
 
 
 def _why_not_recorded(code: int, records: Sequence[ProcessRecord], torch: str) -> str:
@@ -229,27 +217,24 @@ def moment_in_words(moment: Moment) -> str:
     return f"{when}, at {in_words(*moment[2:])}" if is_of_program(moment.file) else when
 
 
-def result(judgment: Judgment, gpu: str, gpus: int, steps: int, needs: ProcessRecord | None = None) -> DryRun:
-    """Return the result of a trial on these GPUs.
+def result(judgment: Judgment, gpu: str, steps: int, needs: ProcessRecord | None = None) -> DryRun:
+    """Return the result of a trial on GPUs of this model.
 
     ``needs`` is the record of the same command on GPUs with more memory, if it did not fit.
     """
     verdict, record, why_not = judgment
     usable = usable_bytes(gpu)
     if record is None:
-        return DryRun(verdict=verdict, reason=why_not, gpu=gpu, gpus=gpus, usable_bytes=usable)
+        return DryRun(verdict=verdict, reason=why_not, gpu=gpu, usable_bytes=usable)
     fits = verdict != "does_not_fit"
     without_needs = DryRun(
         verdict=verdict,
         reason=f"needs more than {_all_of(gpu)}.{_failed(record)}",
         gpu=gpu,
-        gpus=gpus,
         usable_bytes=usable,
         steps=record.steps,
-        world_size=record.world_size,
         batch_size=record.batch_size,
         failure=None if fits else record.failure,
-        requested_bytes=None if fits else record.requested_bytes,
     )
     known = record if fits else needs
     if known is None:
@@ -271,7 +256,6 @@ def result(judgment: Judgment, gpu: str, gpus: int, steps: int, needs: ProcessRe
         reason=f"needs {format_bytes(needed)} of {_all_of(gpu)}{peak}.{doubt}",
         needed_bytes=needed,
         min_free_bytes=min_free_for(needed, usable if needed <= usable else 0),
-        world_size=known.world_size,
         batch_size=known.batch_size,
         peak=known.peak,
         parts_bytes={**known.parts_bytes, "cache_reusable": max(0, needed - without_cache), "context": context},

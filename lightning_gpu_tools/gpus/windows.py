@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuWindow, Metric
-from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, weights_s
+from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, weighted_mean, weights_s
 
 # Metrics of a GPU's state at a sample, and metrics derived from counters.
 _OF_STATE = [metric for metric in METRICS if metric.reduction in ("mean", "max") and metric.source != "utilization"]
@@ -17,34 +18,15 @@ _MAX_TEXTS = 100
 _MAX_SUMS = 256
 
 
-class PercentHistogram:
-    """A histogram of the time spent at each percentage. The driver reports whole percents."""
-
-    def __init__(self) -> None:
-        self.total_s = 0.0
-        self._seconds = [0.0] * 101
-        self._percent_seconds = 0.0
-
-    def add(self, percent: float, seconds: float) -> None:
-        """Add an observation."""
-        self._seconds[round(min(max(percent, 0.0), 100.0))] += seconds
-        self.total_s += seconds
-        self._percent_seconds += percent * seconds
-
-    def mean(self) -> float | None:
-        """Return the time-weighted mean; ``None`` without observations."""
-        return self._percent_seconds / self.total_s if self.total_s > 0 else None
-
-    def percentile(self, share: float) -> float | None:
-        """Return the lowest percentage that was not exceeded for this share (0 to 1) of the time."""
-        # Rounding errors in the sum must not push a percentile beyond the last value.
-        below_s, wanted_s, value = 0.0, share * self.total_s * (1 - 1e-9), None
-        for percent, seconds in enumerate(self._seconds):
-            if seconds > 0:
-                below_s, value = below_s + seconds, float(percent)
-                if below_s >= wanted_s:
-                    break
-        return value
+def percentile(seconds: Mapping[int, float], share: float) -> float | None:
+    """Return the lowest value that was not exceeded for this share (0 to 1) of the time, given the seconds of each."""
+    # Rounding errors in the sum must not push a percentile beyond the last value.
+    below_s, wanted_s = 0.0, share * sum(seconds.values()) * (1 - 1e-9)
+    for value in sorted(seconds):
+        below_s += seconds[value]
+        if below_s >= wanted_s:
+            return float(value)
+    return None
 
 
 def overlap_s(phases: Sequence[tuple[float, str]], phase: str, begin_s: float, end_s: float) -> float:
@@ -76,7 +58,8 @@ class WindowBuilder:
 
     def _begin(self) -> None:
         self._last: GpuSample | None = None
-        self._utilization = PercentHistogram()
+        # Percent -> seconds; the driver reports whole percents.
+        self._utilization: defaultdict[int, float] = defaultdict(float)
         self._maxima: dict[str, float] = {}
         # A quantity times seconds, or the increase of a counter, and the seconds; by field or process.
         self._sums: dict[str | int, tuple[float, float]] = {}
@@ -88,7 +71,7 @@ class WindowBuilder:
         for entry, seconds in zip(sample.utilization, weights_s(sample.utilization, self._utilization_s), strict=True):
             counted_s = self._overlap_s(entry.time_s - seconds, entry.time_s)
             if counted_s > 0:
-                self._utilization.add(entry.percent, counted_s)
+                self._utilization[round(entry.percent)] += counted_s
             self._utilization_s = entry.time_s
         before_s, self._sample_s = self._sample_s, sample.time_s
         begin_s = sample.time_s - LONGEST_PERIOD_S if before_s is None else min(before_s, sample.time_s)
@@ -141,7 +124,7 @@ class WindowBuilder:
             processes.append(process._replace(utilization_percent=total / seconds if seconds > 0 else None))
         return GpuWindow(
             uuid=self._uuid,
-            utilization_observed_s=self._utilization.total_s,
+            utilization_observed_s=sum(self._utilization.values()),
             processes=None if last.processes is None else tuple(processes),
             errors=tuple(self._errors),
             problems=tuple(self._problems),
@@ -151,8 +134,10 @@ class WindowBuilder:
     def _reduced(self, metric: Metric, last: GpuSample) -> float | None:
         source, reduction = metric.source, metric.reduction
         if source == "utilization":
-            utilization = self._utilization
-            return utilization.mean() if reduction == "mean" else utilization.percentile(int(reduction[1:]) / 100)
+            percents = self._utilization
+            if reduction == "mean":
+                return weighted_mean([*percents], [*percents.values()])
+            return percentile(percents, int(reduction[1:]) / 100)
         if reduction == "last":
             return last.values.get(source)
         if reduction == "max":

@@ -296,7 +296,7 @@ class Ledger:
 
 def _certain_pid(record: Any, owner_id: int) -> int | None:
     """Return the PID in a record if its start time and its owner prove that this process wrote the record."""
-    pid = _field(record, "pid")
+    pid = _number(record, "pid", 1, _MAX_PID)
     process = ProcessId(
         kernel=running_kernel(),  # sockets of an earlier kernel are dead
         namespace=record.get("pid_namespace"),
@@ -393,14 +393,14 @@ def _parse_claim(record: Any, entry: Entry) -> GpuClaim:
     if record is _CLOSED:  # it may be a claim of any kind, on all GPUs
         uuids = entry.uuid_starts or ("GPU-", "MIG-")
         return GpuClaim(job="", uuids=uuids, kind="exclusive", memory_bytes=None, hostname=None, **of_file)
-    kind = _field(record, "kind")
+    kind = _valid(record, "kind", lambda value: value in ("memory", "whole", "exclusive"))
     return GpuClaim(
-        job=_field(record, "job"),
-        uuids=tuple(_field(record, "uuids")),
+        job=_text(record, "job", 100),
+        uuids=_uuids(record),
         kind=kind,
-        memory_bytes=_field(record, "memory_bytes") if kind == "memory" else None,
-        hostname=printable(_field(record, "hostname")),
-        group=_field(record, "group"),
+        memory_bytes=_number(record, "memory_bytes", 0, MAX_BYTES) if kind == "memory" else None,
+        hostname=printable(_text(record, "hostname", 255)),
+        group=None if record.get("group") is None else _text(record, "group", 4096),
         pid=_certain_pid(record, entry.owner_id),
         **of_file,
     )
@@ -409,43 +409,33 @@ def _parse_claim(record: Any, entry: Entry) -> GpuClaim:
 def _parse_waiter(record: Any, entry: Entry) -> GpuWaiter:
     return GpuWaiter(
         name=entry.name,
-        uuids=tuple(_field(record, "uuids")),
-        requested=_field(record, "requested"),
+        uuids=_uuids(record),
+        requested=_number(record, "requested", 1, _MAX_UUIDS),
         pid=_certain_pid(record, entry.owner_id),
         user=user_name(entry.owner_id),
         owner_id=entry.owner_id,
     )
 
 
-def _is_text(max_length: int) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, str) and len(value) <= max_length
+def _text(record: Any, name: str, max_length: int) -> str:
+    """Return a field of a record, which another user wrote; raise ``ValueError`` if its value is invalid."""
+    return str(_valid(record, name, lambda value: isinstance(value, str) and len(value) <= max_length))
 
 
-def _is_number(minimum: int, maximum: int) -> Callable[[object], bool]:
-    return lambda value: type(value) is int and minimum <= value <= maximum
+def _number(record: Any, name: str, minimum: int, maximum: int) -> int:
+    return int(_valid(record, name, lambda value: type(value) is int and minimum <= value <= maximum))
 
 
-def _are_uuids(value: Any) -> bool:
-    is_list = isinstance(value, list) and len(value) <= _MAX_UUIDS
-    return is_list and all(isinstance(uuid, str) and _UUID.fullmatch(uuid) for uuid in value)
+def _uuids(record: Any) -> tuple[str, ...]:
+    def are_uuids(value: Any) -> bool:
+        is_list = isinstance(value, list) and len(value) <= _MAX_UUIDS
+        return is_list and all(isinstance(uuid, str) and _UUID.fullmatch(uuid) for uuid in value)
+
+    return tuple(_valid(record, "uuids", are_uuids))
 
 
-# Valid values of the fields of a record, which other users wrote.
-_IS_VALID: dict[str, Callable[[Any], bool]] = {
-    "job": _is_text(100),
-    "uuids": _are_uuids,
-    "kind": lambda value: value in ("memory", "whole", "exclusive"),
-    "memory_bytes": _is_number(0, MAX_BYTES),
-    "hostname": _is_text(255),
-    "group": lambda value: value is None or _is_text(4096)(value),
-    "pid": _is_number(1, _MAX_PID),
-    "requested": _is_number(1, _MAX_UUIDS),
-}
-
-
-def _field(record: Any, name: str) -> Any:
-    """Return a field of a record; raise ``ValueError`` if its value is invalid."""
+def _valid(record: Any, name: str, is_valid: Callable[[Any], bool]) -> Any:
     value = record.get(name)
-    if not _IS_VALID[name](value):
+    if not is_valid(value):
         raise ValueError(f"{name} is {value!r:.80}")
     return value

@@ -14,7 +14,6 @@ from lightning_gpu_tools.dry_run.result import (
     ProcessRecord,
     Verdict,
     judge,
-    near_the_limit,
     next_trial,
     result,
 )
@@ -66,14 +65,14 @@ WITHOUT_GPU = ProcessRecord(torch="/torch", outcome="ended")
     ],
 )
 def test_judgment(code: int, records: list[ProcessRecord], verdict: Verdict, why_not: str) -> None:
-    found = judge(code, records, 3, "/torch")
+    found = judge(code, records, "/torch", None)
     assert found.verdict == verdict
     assert why_not in found.why_not
     assert (found.record is None) == (verdict == "cannot_be_told")
 
 
 def test_a_command_that_fits_is_reported_with_its_needs() -> None:
-    run = result(judge(0, [COMPLETE], 3, "/torch"), "a100-40gb", 1, 3)
+    run = result(judge(0, [COMPLETE], "/torch", "a100-40gb"), "a100-40gb", 3)
     assert run.needed_bytes == 23 * GIB + 500 * MIB == sum(run.parts_bytes.values())
     assert run.min_free_bytes == pytest.approx(1.2 * run.needed_bytes)
     fits = {name: run.fits_on[name] for name in ("t4", "l4", "rtx-4090", "l40s")}
@@ -101,8 +100,8 @@ def test_a_command_that_fits_is_reported_with_its_needs() -> None:
 def test_near_the_limit_of_a_gpu_the_verdict_is_perhaps(
     record: ProcessRecord, gpu: str, verdict: Verdict, doubt: str
 ) -> None:
-    found = near_the_limit(judge(1 if record is FAILED else 0, [record], 3, "/torch"), gpu)
-    run = result(found, gpu, 1, 3, COMPLETE)
+    found = judge(1 if record is FAILED else 0, [record], "/torch", gpu)
+    run = result(found, gpu, 3, COMPLETE)
     assert (run.verdict, run.needed_bytes is not None) == (verdict, True)
     assert doubt in run.reason
     assert (EXIT_CODES[verdict] == 3) == (verdict == "perhaps")
@@ -110,28 +109,28 @@ def test_near_the_limit_of_a_gpu_the_verdict_is_perhaps(
 
 
 def test_ranks_need_nccls_buffers() -> None:
-    run = result(judge(0, [replace(COMPLETE, world_size=2)] * 2, 3, "/torch"), "a100-40gb", 2, 3)
+    run = result(judge(0, [replace(COMPLETE, world_size=2)] * 2, "/torch", None), "a100-40gb", 3)
     assert run.needed_bytes == 23 * GIB + 500 * MIB + NCCL_BYTES
     assert "NCCL" in " ".join(run.unknown)
 
 
 def test_a_command_that_does_not_fit_is_reported_with_its_needs() -> None:
-    judgment = judge(1, [FAILED], 3, "/torch")
-    run = result(judgment, "t4", 1, 3, COMPLETE)
+    judgment = judge(1, [FAILED], "/torch", "t4")
+    run = result(judgment, "t4", 3, COMPLETE)
     assert run.reason == (
         "needs 23.1 GiB of the 14.6 GiB of a Tesla T4. Allocating 2.00 GiB more failed in backward of step 1."
     )
     assert (run.failure, run.peak) == (FAILED.failure, COMPLETE.peak)
     assert run.needed_bytes is not None
     assert run.min_free_bytes == pytest.approx(1.2 * run.needed_bytes)  # on a GPU that is large enough
-    unknown = result(judgment, "t4", 1, 3)
+    unknown = result(judgment, "t4", 3)
     assert render(unknown).startswith("Does not fit: needs more than the 14.6 GiB of a Tesla T4. Allocating 2.00 GiB")
 
 
 def test_parts_that_a_run_did_not_measure_are_named() -> None:
     missing = {"has_validated": False, "has_convolutions": True, "compiles": True, "masks": True, "generates": True}
     record = replace(COMPLETE, outcome="ended", steps=1, largest_batch=289, **missing)
-    run = result(judge(0, [record], 3, "/torch"), "t4", 1, 3)
+    run = result(judge(0, [record], "/torch", None), "t4", 3)
     words = (
         "after training step 1",
         "No validation",

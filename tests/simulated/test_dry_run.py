@@ -137,7 +137,8 @@ if __name__ == "__main__":
 def test_a_trainer_on_two_gpus(dry_run: DryRun) -> None:
     code, found, errors = dry_run(LIGHTNING, options=["--gpu", "t4", "-n", "2"])
     assert code == 0, errors
-    assert (found["world_size"], found["batch_size"]) == (2, 8)
+    assert found["batch_size"] == 8
+    assert any("NCCL" in one for one in found["unknown"])  # two ranks
     assert found["parts_bytes"]["parameters"] == 1025 * 1024 * 4
     assert "gradient_buckets" in found["parts_bytes"]
     assert not any("validation" in one for one in found["unknown"])
@@ -162,7 +163,6 @@ for step in range(100):
     assert ended.code == 1, ended.errors
     assert ended.found["failure"][:4] == [0, "", "train.py", 10]
     assert ended.found["needed_bytes"] > 20 * GIB
-    assert ended.found["world_size"] == 2
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,8 @@ _T = TypeVar("_T")
 
 if not hasattr(pynvml, "nvmlGpmMigSampleGet"):  # the newest function that is used here
     raise NvmlUnavailableError(
-        # nvidia-ml-py is a file, but the old package pynvml is a folder with the same name, which Python prefers.
-        f"The old package pynvml ({pynvml.__file__}) hides nvidia-ml-py, which has the same module name. Run "
-        "`pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py`."
-        if hasattr(pynvml, "__path__")
-        else f"nvidia-ml-py ({pynvml.__file__}) is too old. Run `pip install --upgrade nvidia-ml-py`."
+        f"nvidia-ml-py is too old, or the old package pynvml hides it, whose module has its name ({pynvml.__file__}). "
+        "Run `pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py`."
     )
 
 # Permanent errors of this hardware, driver, or user.
@@ -89,8 +86,6 @@ _WHY_UNREADABLE = {
     pynvml.NVML_ERROR_RESET_REQUIRED: "it needs a reset: run `nvidia-smi --gpu-reset` as root, or reboot",
     pynvml.NVML_ERROR_NO_PERMISSION: "no permission to read it: check access to /dev/nvidia*, and the GPUs of this "
     "container or job",
-    pynvml.NVML_ERROR_TIMEOUT: "the driver did not answer in time: try again, then check `dmesg` and reset the GPU",
-    pynvml.NVML_ERROR_NOT_FOUND: "the driver has no GPU with this UUID: check `nvidia-smi -L`",
 }
 _WHY_UNAVAILABLE = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "libnvidia-ml.so.1, a part of the NVIDIA driver, was not found. Is the driver "

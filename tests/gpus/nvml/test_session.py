@@ -58,10 +58,7 @@ def wheel_of_nvidia_ml_py(folder: Path) -> None:
                 wheel.write(file.locate(), file.as_posix())
 
 
-@pytest.mark.follows(
-    "Run `pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py`",
-    "Run `pip install --upgrade nvidia-ml-py`",
-)
+@pytest.mark.follows("Run `pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py`")
 def test_the_advised_pip_commands_give_what_is_needed(driver, tmp_path, claims_dir):
     driver.gpus = [gpu()]
     python = tmp_path / "venv" / "bin" / "python"
