@@ -45,12 +45,15 @@ def test_the_tightest_limit_up_to_the_root_applies(cgroup) -> None:
         "slurm/job/cpu.max": "25000 100000\n",
         "slurm/cpu.max": "80000 100000\n",
         "slurm/job/memory.max": f"{2 * GIB}\n",
-        "slurm/job/memory.current": f"{2 * GIB - 4096}\n",
+        "slurm/job/memory.current": f"{2 * GIB - 1}\n",
+        "slurm/job/memory.stat": "anon 5\ninactive_file 4096\nactive_file 7\n",
     }
     cgroup("0::/slurm/job/step\n", files)
-    budget = read_host_budget()
-    assert budget.cores == 0.25
-    assert budget.memory_available_bytes == 4096
+    budget = read_host_budget(local_ranks=4)
+    assert (budget.cores, budget.local_ranks) == (0.25, 4)
+    assert budget.memory_available_bytes == 4097  # cached files count as available
+    cgroup("0::/\n", {"cpu.max": "max 100000\n", "memory.max": "max\n", "memory.current": "5\n"})
+    assert read_host_budget().cores == affinity_cores() == len(os.sched_getaffinity(0))
 
 
 def test_cgroups_of_version_1_are_read(cgroup) -> None:
@@ -58,40 +61,14 @@ def test_cgroups_of_version_1_are_read(cgroup) -> None:
     files = {
         "cpu,cpuacct/docker/abc/cpu.cfs_quota_us": "75000\n",
         "cpu,cpuacct/docker/abc/cpu.cfs_period_us": "100000\n",
-        "memory/docker/abc/memory.limit_in_bytes": "8192\n",
-        "memory/docker/abc/memory.usage_in_bytes": "4096\n",
+        "memory/docker/abc/memory.limit_in_bytes": f"{2**20}\n",
+        "memory/docker/abc/memory.usage_in_bytes": f"{2**20 - 1}\n",
+        "memory/docker/abc/memory.stat": "anon 5\ninactive_file 1\ntotal_inactive_file 4096\n",
     }
     cgroup(membership, files)
     budget = read_host_budget()
     assert budget.cores == 0.75
-    assert budget.memory_available_bytes == 4096
-
-
-@pytest.mark.parametrize(
-    ("membership", "limit", "usage", "stat"),
-    [
-        ("0::/\n", "memory.max", "memory.current", "inactive_file"),
-        ("5:memory:/\n", "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ],
-    ids=["v2", "v1"],
-)
-def test_cached_files_count_as_available_memory(cgroup, membership: str, limit: str, usage: str, stat: str) -> None:
-    own = "inactive_file 1\n" if stat.startswith("total") else ""  # v1 has it without and with that of the children
-    files = {
-        limit: f"{2**20}\n",
-        usage: f"{2**20 - 1}\n",
-        str(Path(limit).with_name("memory.stat")): f"anon 5\n{own}{stat} 4096\nactive_file 7\n",
-    }
-    cgroup(membership, files)
-    assert read_host_budget().memory_available_bytes == 4097
-
-
-def test_without_a_quota_the_affinity_mask_counts(cgroup) -> None:
-    cgroup("0::/\n", {"cpu.max": "max 100000\n", "memory.max": "max\n", "memory.current": "5\n"})
-    budget = read_host_budget(local_ranks=4)
-    assert budget.cores == affinity_cores() == len(os.sched_getaffinity(0))
-    assert budget.memory_available_bytes > 0
-    assert budget.local_ranks == 4
+    assert budget.memory_available_bytes == 4097  # cached files count as available
 
 
 def test_cpu_time_of_living_and_ended_children_is_counted() -> None:
@@ -119,16 +96,10 @@ def test_idle_time_is_that_of_this_processs_cores(
     assert idle_cpu_s() == idle_s
 
 
-@pytest.mark.parametrize(
-    ("used_or_idle", "in_reach"),
-    [
-        (6.0, 6.4),  # others keep two busy
-        (0.5, 64 / 15.5),  # others take all they can get, and the job slept: it would get its share
-        (9.0, 8.0),  # counters round
-    ],
-)
-def test_a_job_gets_idle_cores_and_its_fair_share(used_or_idle: float, in_reach: float) -> None:
-    assert cores_in_reach(8.0, used_or_idle) == pytest.approx(in_reach)
+def test_a_job_gets_idle_cores_and_its_fair_share() -> None:
+    assert cores_in_reach(8.0, 6.0) == pytest.approx(6.4)  # others keep two busy
+    assert cores_in_reach(8.0, 0.5) == pytest.approx(64 / 15.5)  # this job slept: it would get its share
+    assert cores_in_reach(8.0, 9.0) == 8.0  # counters round
 
 
 def test_only_private_memory_of_a_worker_counts() -> None:
@@ -151,7 +122,6 @@ def test_only_private_memory_of_a_worker_counts() -> None:
     ("membership", "files", "killed"),
     [
         ("0::/pod/job\n", {"pod/memory.events": "oom 9\noom_kill 5\n", "pod/job/memory.events": "oom_kill 2\n"}, 2),
-        ("5:memory:/job\n", {"memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n"}, 1),
         ("0::/\n", {"cgroup.procs": ""}, 7),  # not in a group: the whole machine
     ],
 )
@@ -162,9 +132,6 @@ def test_killed_processes_are_counted_where_the_job_is(
     (tmp_path / "vmstat").write_text("nr_free_pages 1\noom_kill 7\nnuma_hit 3\n")
     cgroup(membership, files)
     assert oom_kills() == killed
-    (tmp_path / "vmstat").unlink()  # no Linux
-    cgroup("", {})
-    assert oom_kills() == 0
 
 
 # Mounted file systems, from the kernel's text and from this machine
@@ -204,10 +171,4 @@ def test_a_mount_has_device_folder_and_fuse_user() -> None:
     mounts = parse_mounts(MOUNTINFO)
     assert mounts["/home/ada"][2:] == ("8:17", "/users/ada", None)
     assert mounts["/buckets/my images"].user_id == 1000
-
-
-def test_the_file_system_of_this_folder_matches_df(tmp_path: Path) -> None:
-    mount = mount_of(os.path.realpath(tmp_path), read_mounts())
-    assert mount is not None
-    df = subprocess.run(["df", "--output=fstype", tmp_path], capture_output=True, text=True, check=True)
-    assert mount.file_system == df.stdout.split()[-1]
+    assert "/proc" in read_mounts()

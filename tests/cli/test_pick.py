@@ -64,10 +64,9 @@ def test_last_asks_for_what_the_last_run_needed(
     assert "47.0 GiB free, asked for 48.0 GiB" in answer.stderr
 
 
-@pytest.mark.parametrize("output", ["uuid", "env", "json"])
-def test_too_few_gpus_give_reasons_and_exit_code_3(driver: Driver, pick: Pick, output: str) -> None:
+def test_too_few_gpus_give_reasons_and_exit_code_3(driver: Driver, pick: Pick) -> None:
     driver.gpus = [gpu(utilization=97, pci=(0, 64, 0)), gpu(lost=True), gpu(memory_free="4GiB", pci=(0, 16, 0))]
-    answer = pick("-n", "2", "--min-free", "8GiB", "--max-utilization", "50%", "--format", output)
+    answer = pick("-n", "2", "--min-free", "8GiB", "--max-utilization", "50%", "--format", "json")
     assert (answer.returncode, answer.stdout) == (3, "")
     lines = answer.stderr.splitlines()
     assert len(lines) == 4
@@ -76,14 +75,6 @@ def test_too_few_gpus_give_reasons_and_exit_code_3(driver: Driver, pick: Pick, o
     assert "4.00 GiB free, asked for 8.00 GiB" in lines[1]
     assert "fallen off the bus" in lines[2]
     assert "97% busy, asked for at most 50%" in lines[3]
-
-
-def test_without_a_usable_driver_the_exit_code_is_4(driver: Driver, pick: Pick) -> None:
-    with driver.change():
-        driver.init_error = "DRIVER_NOT_LOADED"
-    answer = pick()
-    assert (answer.returncode, answer.stdout) == (4, "")
-    assert "modprobe" in answer.stderr
 
 
 @pytest.mark.parametrize(
@@ -111,18 +102,10 @@ def test_it_respects_claims_and_takes_none(driver: Driver, pick: Pick) -> None:
     assert pick().stdout == f"{driver.gpus[0].uuid}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "job"),
-    [
-        (["pick", "-n", "2"], ""),
-        (["run", "-n", "2", "--", "true"], ""),
-    ],
-)
-def test_a_selection_opens_and_reads_the_driver_once(
-    driver: Driver, run_cli: RunCli, arguments: list[str], job: str
-) -> None:
+@pytest.mark.parametrize("arguments", [["pick", "-n", "2"], ["run", "-n", "2", "--", "true"]])
+def test_a_selection_opens_and_reads_the_driver_once(driver: Driver, run_cli: RunCli, arguments: list[str]) -> None:
     driver.gpus = [gpu() for _ in range(3)]
-    assert run_cli(*arguments, env={"LIGHTNING_GPU_TOOLS_JOB": job}).returncode == 0
+    assert run_cli(*arguments, env={"LIGHTNING_GPU_TOOLS_JOB": ""}).returncode == 0
     assert driver.stays_open()
     assert [call.function for call in driver.calls()].count("nvmlDeviceGetMemoryInfo") == 3
 

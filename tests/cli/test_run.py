@@ -94,9 +94,7 @@ def test_without_gpus_the_command_does_not_start(driver: Driver, call: RunCli, g
 
 def test_without_a_command_the_usage_is_wrong(driver: Driver, call: RunCli) -> None:
     answer = call("run", "-n", "1", "--")
-    assert answer.returncode == 2
-    assert "no command given" in answer.stderr
-    assert driver.calls() == []
+    assert (answer.returncode, "no command given" in answer.stderr, driver.calls()) == (2, True, [])
 
 
 def test_advise_needs_no_gpu(driver: Driver, run_cli: RunCli) -> None:

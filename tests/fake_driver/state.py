@@ -86,15 +86,11 @@ class Gpu:
     mig: list[MigInstance | None] | None = None  # a list, also an empty one: MIG mode is on; None: an empty slot
     numa_node: int | None = 0
     power_watts: Series = 100.0
-    power_limit_watts: float | None = 700.0
-    power_limit_max_watts: float | None = 700.0
-    temperature_celsius: float | None = 40.0
     throttled_power: Series = 0.0  # fraction of the time, 0 to 1
     throttled_thermal: Series = 0.0
-    sm_clock_mhz: int | None = 1980
-    sm_clock_max_mhz: int | None = 1980
     pcie_tx_bytes_per_second: Series = 0.0
     pcie_rx_bytes_per_second: Series = 0.0
+    answers: dict[str, float | None] = field(default_factory=dict)  # C function -> instead of that in NUMBERS
     field_values: dict[str, Any] = field(default_factory=dict)  # field id -> number, error name, or {"type": number}
     # GPM: metric id -> percent (or MiB/s) over time; None: the GPU has no GPM (Ampere and older)
     gpm: dict[str, Series] | None = None

@@ -234,15 +234,14 @@ def test_unequal_gpus_are_named(driver: Driver, caplog: pytest.LogCaptureFixture
     assert not caplog.records
 
 
-@pytest.mark.parametrize("name", ["a100", " SXM4-80 "])
-def test_only_gpus_of_the_named_model_qualify(driver: Driver, name: str) -> None:
+def test_only_gpus_of_the_named_model_qualify(driver: Driver) -> None:
     driver.gpus = [gpu(name=A100, memory_free="1GiB", utilization=90), gpu(name=RTX), gpu(name="Quadro P400")]
     driver.gpus[2].errors = {"nvmlDeviceGetName": "NOT_SUPPORTED"}
-    assert indices(select_gpus(name=name, claim=False)) == [0]
+    assert indices(select_gpus(name=" sxm4-80 ", claim=False)) == [0]
     with pytest.raises(NotEnoughGpusError) as caught:
-        select_gpus(2, name=name)
-    assert f"is {RTX}, asked for {name.strip()}" in caught.value.rejected[0]
-    assert f"is a GPU without a name, asked for {name.strip()}" in caught.value.rejected[1]
+        select_gpus(2, name="a100")
+    assert f"is {RTX}, asked for a100" in caught.value.rejected[0]
+    assert "is a GPU without a name, asked for a100" in caught.value.rejected[1]
 
 
 def test_joined_gpus_and_those_on_one_node_are_preferred(driver: Driver) -> None:

@@ -169,14 +169,11 @@ for step in range(100):
     ("code", "reason"),
     [
         ("import torch\ntorch.zeros(1, device='cuda')\nopen('no such file')", "FileNotFoundError"),
-        ("print('no torch')", "The command ended without importing torch."),
         (
             "import os; os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'backend:cudaMallocAsync'\n"
             "import torch; torch.zeros(1, device='cuda')",
             "backend:cudaMallocAsync is not simulated",
         ),
-        # torchrun's second rank, which dry-run was not told of.
-        ("import torch\ntorch.cuda.set_device(1)", "invalid device ordinal"),
         (
             LIGHTNING,
             "only has: [0] before the end of its first training step. Simulate as many GPUs as the command uses: add "

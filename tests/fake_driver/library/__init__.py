@@ -140,7 +140,7 @@ class Library:
 
 
 def _namespace(fields: dict[str, Any]) -> Any:
-    # Dictionaries with free keys stay dictionaries: errors, gpm, field_values.
+    # Dictionaries with free keys stay dictionaries: errors, gpm, answers, field_values.
     return SimpleNamespace(**fields) if fields.keys() & {"gpus", "uuid", "pid"} else fields
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _VALUE_NOT_AVAILABLE = 2**64 - 1
 _NO_INSTANCE = 2**32 - 1
 _UNSIGNED_INT, _UNSIGNED_LONG_LONG = 1, 3  # nvmlValueType_t
-_CORE, _SM = 0, 1  # NVML_TEMPERATURE_GPU, NVML_CLOCK_SM
 _COMPUTE_MODES = {"default": 0, "prohibited": 2, "exclusive_process": 3}
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}  # by their names in C
@@ -66,18 +65,18 @@ _number("nvmlDeviceGetComputeMode", lambda _, device: _COMPUTE_MODES.get(device.
 _number("nvmlDeviceGetMaxMigDeviceCount", lambda _, device: 7 if device.mig_capable else 0)
 _number("nvmlDeviceGetGpuInstanceId", lambda _, device: getattr(device, "gpu_instance", None))
 _number("nvmlDeviceGetPowerUsage", _milliwatts)
-_number("nvmlDeviceGetPowerManagementLimit", lambda _, device: 1000 * required(device.power_limit_watts))
-_number(
-    "nvmlDeviceGetTemperature",
-    lambda _, device, sensor: device.temperature_celsius if value_of(sensor) == _CORE else None,
-)
-_number("nvmlDeviceGetClockInfo", lambda _, device, kind: device.sm_clock_mhz if value_of(kind) == _SM else None)
-_number("nvmlDeviceGetMaxClockInfo", lambda _, device, kind: device.sm_clock_max_mhz if value_of(kind) == _SM else None)
 _number("nvmlDeviceGetP2PStatus", _p2p_status)
 
-
-def nvmlDeviceGetPowerManagementLimitConstraints(_library: Library, device: Any, least: Any, most: Any) -> None:
-    pointed(least).value, pointed(most).value = 100_000, int(1000 * required(device.power_limit_max_watts))
+# Functions that return a number by their last argument, and that number, unless `state.Gpu.answers` has another.
+NUMBERS = {
+    "nvmlDeviceGetClockInfo": 1980,
+    "nvmlDeviceGetMaxClockInfo": 1980,
+    "nvmlDeviceGetPowerManagementLimit": 700_000,
+    "nvmlDeviceGetPowerManagementLimitConstraints": 700_000,
+    "nvmlDeviceGetTemperature": 40,
+}
+for _name, _default in NUMBERS.items():
+    _number(_name, lambda _, device, *__, name=_name, default=_default: device.answers.get(name, default))
 
 
 def nvmlDeviceGetCudaComputeCapability(_library: Library, device: Any, major: Any, minor: Any) -> None:

@@ -75,7 +75,7 @@ def test_counters_and_gauges_have_their_units(driver, probe_of):
         gpu(
             memory_free="21GiB",
             power_watts=300,
-            temperature_celsius=61,
+            answers={"nvmlDeviceGetTemperature": 61},
             throttled_power=0.5,
             throttled_thermal=0.25,
             pcie_tx_bytes_per_second=2e9,
@@ -99,7 +99,7 @@ def test_counters_and_gauges_have_their_units(driver, probe_of):
 
 
 def test_the_clock_is_asked_for_while_something_holds_it_down(driver, probe_of):
-    driver.gpus = [gpu(field_values={"74": 7_000_000_000, "75": 0}, sm_clock_mhz=1188, sm_clock_max_mhz=1980)]
+    driver.gpus = [gpu(field_values={"74": 7_000_000_000, "75": 0}, answers={"nvmlDeviceGetClockInfo": 1188})]
     probe = probe_of()
     clocks = [probe.read().held_clock_percent, probe.read().held_clock_percent]
     driver.gpus[0].field_values = {"74": 8_000_000_000, "75": 0}
@@ -203,7 +203,10 @@ def test_what_the_driver_refuses_takes_nothing_else_along(driver, probe_of, refu
 
 
 def test_the_power_limit_and_how_far_it_can_be_raised(driver, probe_of):
-    driver.gpus = [gpu(power_limit_watts=500.0), gpu(power_limit_max_watts=None)]
+    driver.gpus = [
+        gpu(answers={"nvmlDeviceGetPowerManagementLimit": 500_000}),
+        gpu(answers={"nvmlDeviceGetPowerManagementLimitConstraints": None}),
+    ]
     limits = []
     for card in driver.gpus:
         sample = probe_of(card.uuid).read()
@@ -229,7 +232,7 @@ def test_what_is_not_supported_is_asked_for_once(driver, probe_of):
     driver.gpus = [
         gpu(
             power_watts=None,
-            temperature_celsius=None,
+            answers={"nvmlDeviceGetTemperature": None},
             processes=None,
             utilization=None,
             throttled_thermal=None,
