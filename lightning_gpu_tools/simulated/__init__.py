@@ -12,7 +12,6 @@ import mmap
 import os
 import re
 import struct
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -158,19 +157,12 @@ class Machine:
 
     def occupy(self, gpu: int, size_bytes: int) -> None:
         """Make other programs hold ``size_bytes`` of a GPU's memory from now on. ``gpu`` is its position."""
-        self._set(gpu, 0, size_bytes)
-
-    def lose(self, gpu: int) -> None:
-        """Make a GPU fall off the bus: from now on, all calls to it fail in every process, and NVML reports it."""
-        self._set(gpu, 8, time.monotonic_ns())
-
-    def _set(self, gpu: int, offset: int, value: int) -> None:
-        path = self.folder / "machine.state"  # begins with two numbers for each GPU, see source/machine.h
+        path = self.folder / "machine.state"  # begins with these sizes, see source/machine.h
         with path.open("a+b") as file:
-            if file.seek(0, os.SEEK_END) < 16 * _MAX_GPUS:
-                file.truncate(16 * _MAX_GPUS)
-        with path.open("r+b") as file, mmap.mmap(file.fileno(), 16 * _MAX_GPUS) as state:
-            struct.pack_into("=Q", state, 16 * self._places[gpu] + offset, value)
+            if file.seek(0, os.SEEK_END) < 8 * _MAX_GPUS:
+                file.truncate(8 * _MAX_GPUS)
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 8 * _MAX_GPUS) as state:
+            struct.pack_into("=Q", state, 8 * self._places[gpu], size_bytes)
 
 
 def _line(model: Model, parent: int, name: str, pci: str) -> str:

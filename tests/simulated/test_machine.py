@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -174,29 +173,3 @@ print(json.dumps([*times, value.tolist()]))
     assert replayed == pytest.approx(100, abs=1)  # a graph's work runs one after the other
     assert "capturing" in refused or "capture" in refused
     assert replays == [1, 1, 1]
-
-
-def test_a_lost_gpu_fails_calls_and_the_driver_says_so(make_machine: MakeMachine, start: Callable[..., Any]) -> None:
-    machine = make_machine(["h100-80gb"] * 2)
-    program = start(
-        machine,
-        """
-import json, sys, torch
-from lightning_gpu_tools.gpus import nvml
-kept = torch.zeros(3, device="cuda:1")
-print("ready", flush=True)
-sys.stdin.readline()
-try:
-    kept.tolist()
-except RuntimeError as lost:
-    print(json.dumps([str(lost).splitlines()[0], [gpu.error for gpu in nvml.read_gpus()]]))
-""",
-    )
-    assert program.stdout.readline() == "ready\n"
-    machine.lose(1)
-    output, complaints = program.communicate("\n", timeout=100)
-    assert program.returncode == 0, complaints
-    error, reasons = json.loads(output)
-    assert error == "CUDA error: unspecified launch failure"
-    assert reasons[0] is None
-    assert "fallen off the bus" in reasons[1]

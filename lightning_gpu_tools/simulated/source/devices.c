@@ -105,14 +105,12 @@ cudaError_t fail(cudaError_t error) {
   return error;
 }
 void activate(int device) { self->uses[devices[device].gpu].active = 1; }
-// A GPU that fell off the bus fails every call of the process that used it, until it ends.
-int is_lost(int device) { return device < device_count && machine->state->set[devices[device].gpu].lost_at; }
 cudaError_t usable(void) {
   begin();
   if (forked) return fail(cudaErrorInitializationError);
   if (!device_count) return fail(cudaErrorNoDevice);
   activate(current); // calls that need a context make it on the current device
-  return is_lost(current) ? fail(cudaErrorLaunchFailure) : cudaSuccess;
+  return cudaSuccess;
 }
 
 cudaError_t cudaGetDeviceCount(int *n) {
@@ -262,9 +260,9 @@ cudaError_t cudaRuntimeGetVersion(int *v) {
 cudaError_t cudaGetLastError(void) {
   cudaError_t error = last;
   last = 0;
-  return device_count && is_lost(current) ? cudaErrorLaunchFailure : error;
+  return error;
 }
-cudaError_t cudaPeekAtLastError(void) { return device_count && is_lost(current) ? cudaErrorLaunchFailure : last; }
+cudaError_t cudaPeekAtLastError(void) { return last; }
 static const struct {
   cudaError_t error;
   const char *name, *text;

@@ -103,7 +103,7 @@ struct process *machine_join(void) {
 }
 
 size_t machine_used(int gpu) {
-  size_t used = machine.gpu[gpu].reserved + machine.state->set[gpu].others;
+  size_t used = machine.gpu[gpu].reserved + machine.state->others[gpu];
   for (int i = 0; i < PROCESSES; i++) {
     struct process *p = &machine.state->processes[i];
     if (p->pid && p->uses[gpu].active && machine_alive(p)) used += p->uses[gpu].bytes + machine.gpu[gpu].context;

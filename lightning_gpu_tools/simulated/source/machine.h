@@ -27,10 +27,8 @@ struct process {
   i64 birth;
   struct use uses[GPUS];
 };
-struct state { // all zero at the beginning. Python writes the first array, at 16 bytes a GPU.
-  struct {
-    volatile uint64_t others, lost_at;
-  } set[GPUS];                     // bytes that others hold; when the GPU fell off the bus, in ns
+struct state { // all zero at the beginning. Python writes the first array.
+  volatile uint64_t others[GPUS];  // bytes that others hold
   volatile uint64_t busy_ns[GPUS]; // all time in which work was ever booked, by any process
   ring buckets[GPUS];              // of all processes
   struct process processes[PROCESSES];

@@ -14,9 +14,7 @@ enum {
   NO_PERMISSION,
   NOT_FOUND = 6,
   INSUFFICIENT_SIZE = 7,
-  DRIVER_NOT_LOADED = 9,
-  TIMEOUT = 10,
-  LOST = 15
+  DRIVER_NOT_LOADED = 9
 };
 #define SECOND 1000000000LL
 #define PERIOD (SECOND / 6) // of the driver's utilization samples, of which it keeps 120
@@ -27,16 +25,13 @@ enum {
 // What every question about a GPU begins with.
 #define ASKED                                                                                                          \
   if (!machine) return UNINITIALIZED;                                                                                  \
-  if (!is_gpu(g)) return INVALID_ARGUMENT;                                                                             \
-  if (is_lost(g)) return LOST;
+  if (!is_gpu(g)) return INVALID_ARGUMENT;
 #define WHOLE ASKED if (g->parent >= 0) return NOT_SUPPORTED;
 static const struct machine *machine;
 static int opened;
 
 static int is_gpu(DEVICE) { return g >= machine->gpu && g < machine->gpu + machine->gpus; }
 static int number(DEVICE) { return g - machine->gpu; }
-static int whole(DEVICE) { return g->parent < 0 ? number(g) : g->parent; }
-static int is_lost(DEVICE) { return machine->state->set[whole(g)].lost_at != 0; }
 static i64 microseconds(i64 at) {
   struct timespec t;
   clock_gettime(CLOCK_REALTIME, &t);
@@ -98,14 +93,14 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, const struct gpu **to) {
   DEVICE = nth(index);
   if (!g) return INVALID_ARGUMENT;
   *to = g;
-  return is_lost(g) ? LOST : OK;
+  return OK;
 }
 int nvmlDeviceGetHandleByUUID(const char *uuid, const struct gpu **to) {
   if (!machine) return UNINITIALIZED;
   for (int i = 0; i < machine->gpus; i++)
     if (!strcmp(machine->gpu[i].uuid, uuid)) {
       *to = &machine->gpu[i];
-      return is_lost(*to) ? LOST : OK;
+      return OK;
     }
   return NOT_FOUND;
 }
@@ -406,38 +401,4 @@ int nvmlDeviceGetMemoryAffinity(DEVICE, unsigned size, unsigned long *set, int s
   ASKED memset(set, 0, size * sizeof *set);
   set[0] = 1;
   return OK;
-}
-
-// Events: Xid 79, "GPU has fallen off the bus", of a GPU that is lost.
-struct events {
-  uint64_t since;
-  unsigned seen, gpus;
-};
-struct event_data {
-  const struct gpu *gpu;
-  unsigned long long type, data;
-  unsigned gpu_instance, compute_instance;
-};
-int nvmlEventSetCreate(struct events **e) {
-  *e = calloc(1, sizeof **e);
-  (*e)->since = machine_now();
-  return OK;
-}
-int nvmlEventSetFree(struct events *e) {
-  free(e);
-  return OK;
-}
-int nvmlDeviceRegisterEvents(DEVICE, unsigned long long types, struct events *e) {
-  WHOLE e->gpus |= 1u << number(g);
-  return OK;
-}
-int nvmlEventSetWait_v2(struct events *e, struct event_data *to, unsigned timeout_ms) { // does not wait
-  if (!machine) return UNINITIALIZED;
-  for (int i = 0; i < machine->gpus; i++)
-    if (e->gpus & ~e->seen & 1u << i && machine->state->set[i].lost_at > e->since) {
-      e->seen |= 1u << i;
-      *to = (struct event_data){&machine->gpu[i], 8, 79, ~0u, ~0u};
-      return OK;
-    }
-  return TIMEOUT;
 }

@@ -68,8 +68,7 @@ extern long simulated_cuda_waits[4]; // of the host: for a device, a stream, an 
 void begin(void); // starts CUDA in this process, once
 int begun(void);
 cudaError_t fail(cudaError_t error); // keeps it for cudaGetLastError
-cudaError_t usable(void);            // an error if the current device is gone, or CUDA cannot be used at all
-int is_lost(int device);
+cudaError_t usable(void);            // an error if CUDA cannot be used
 void activate(int device); // makes the context that memory and work need
 
 struct stream *stream_of(cudaStream_t stream);

@@ -106,10 +106,6 @@ void capture_op(struct stream *s, struct op op) { // in the graph that is being 
 cudaError_t enqueue(struct stream *s, i64 ns, int busy, struct effect *effect) {
   struct op op = {.kind = WORK, .busy = busy, .ns = ns, .effect = effect};
   for (;;) {
-    if (is_lost(s->device)) {
-      free(effect);
-      return fail(cudaErrorLaunchFailure);
-    }
     pthread_mutex_lock(&lock);
     if (s->capture) {
       int valid = s->capture->status == cudaStreamCaptureStatusActive;
@@ -150,7 +146,6 @@ cudaError_t not_while_capturing(struct stream *s) {
 }
 cudaError_t wait_stream(struct stream *s) {
   for (;;) {
-    if (is_lost(s->device)) return fail(cudaErrorLaunchFailure);
     pthread_mutex_lock(&lock);
     settle_all();
     int known = !s->first;
@@ -161,14 +156,14 @@ cudaError_t wait_stream(struct stream *s) {
       continue;
     }
     wait_until(end, 0);
-    return is_lost(s->device) ? fail(cudaErrorLaunchFailure) : 0;
+    return 0;
   }
 }
 cudaError_t wait_device(int device) {
   for (struct stream *s = streams; s; s = s->next)
-    if (s->device == device && wait_stream(s)) return cudaErrorLaunchFailure;
+    if (s->device == device) wait_stream(s);
   wait_until(devices[device].until, 0);
-  return is_lost(device) ? fail(cudaErrorLaunchFailure) : 0;
+  return 0;
 }
 cudaError_t cudaDeviceSynchronize(void) {
   cudaError_t error = usable();
@@ -307,7 +302,6 @@ static int known(struct event *v) {
 static int passed(struct event *v) { return !v->recorded || (known(v) && v->at <= machine_now()); }
 cudaError_t cudaEventQuery(cudaEvent_t e) {
   struct event *v = (struct event *)e;
-  if (is_lost(v->device)) return fail(cudaErrorLaunchFailure);
   if (captured(v)) {
     v->capture->status = cudaStreamCaptureStatusInvalidated;
     return fail(cudaErrorStreamCaptureUnsupported);
@@ -322,16 +316,12 @@ cudaError_t cudaEventSynchronize(cudaEvent_t e) {
     return fail(cudaErrorStreamCaptureUnsupported);
   }
   simulated_cuda_waits[2]++;
-  while (v->recorded && !known(v)) {
-    if (is_lost(v->device)) return fail(cudaErrorLaunchFailure);
-    wait_shortly(asleep);
-  }
+  while (v->recorded && !known(v)) wait_shortly(asleep);
   if (v->recorded) wait_until(v->at, asleep);
-  return is_lost(v->device) ? fail(cudaErrorLaunchFailure) : 0;
+  return 0;
 }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) {
   struct event *x = (struct event *)a, *y = (struct event *)b;
-  if (is_lost(x->device)) return fail(cudaErrorLaunchFailure);
   if (!x->recorded || !y->recorded || x->device != y->device || (x->flags | y->flags) & cudaEventDisableTiming)
     return fail(cudaErrorInvalidResourceHandle);
   if (!passed(x) || !passed(y)) return fail(cudaErrorNotReady);
