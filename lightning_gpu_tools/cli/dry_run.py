@@ -168,12 +168,10 @@ def _lines(run: DryRun) -> Iterator[str]:
     if run.fits_on:
         those: dict[str, list[str]] = {"yes": [], "perhaps": [], "no": []}
         for model, fits in run.fits_on.items():
-            those[fits].append(f"~{model}" if model in run.estimated else model)
+            those[fits].append(model)
         texts = [", ".join(those["yes"]) or "none"]
         texts += [f"{word} on {', '.join(those[fits])}" for fits, word in _NOT_SURE.items() if those[fits]]
-        shown = f"{'; '.join(texts)}."
-        note = " ~: estimate; attention may need more memory there." if "~" in shown else ""
-        yield _wrapped(f"Fits on: {shown}{note}")
+        yield _wrapped(f"Fits on: {'; '.join(texts)}.")
     if run.min_free_bytes:
         yield _wrapped(f"Value for --min-free: {run.min_free_bytes / 2**30:.1f}GiB.")
     if run.unknown:

@@ -96,8 +96,8 @@ class DryRun:
         lines: The ten lines that allocated the most of it.
         largest_batch: Largest batch size that fits, predicted from the recorded allocations.
         trials: With ``--vary``: whether each number that was tried fits.
-        fits_on: For each GPU model: ``yes``, ``no``, or ``perhaps`` near the limit.
-        estimated: GPU models with another compute capability, where attention may need more memory.
+        fits_on: For each GPU model: ``yes``, ``no``, or ``perhaps`` near the limit and on GPUs of another compute
+            capability, where attention may need more memory.
         unknown: Sentences on what the dry run did not measure.
     """
 
@@ -117,7 +117,6 @@ class DryRun:
     largest_batch: int | None = None
     trials: Mapping[int, bool] = field(default_factory=dict)
     fits_on: Mapping[str, str] = field(default_factory=dict)
-    estimated: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
 
 
@@ -241,10 +240,11 @@ def result(judgment: Judgment, gpu: str, steps: int, needs: ProcessRecord | None
         return without_needs
     context = context_bytes(gpu, known.world_size)
     without_cache, needed = known.peak_allocated_bytes + context, known.peak_reserved_bytes + context
-    fits_on = {
-        model: "yes" if needed <= certain_bytes(model) else "perhaps" if without_cache <= usable_bytes(model) else "no"
-        for model in MODELS
-    }
+    fits_on = dict.fromkeys(MODELS, "no")
+    for model, facts in MODELS.items():
+        if without_cache <= usable_bytes(model):
+            is_alike = facts.capability == MODELS[gpu].capability
+            fits_on[model] = "yes" if is_alike and needed <= certain_bytes(model) else "perhaps"
     peak = f" (peak {moment_in_words(known.peak)})" if known.peak and fits else ""
     doubt = "" if fits else _failed(record)
     if verdict == "perhaps":
@@ -262,7 +262,6 @@ def result(judgment: Judgment, gpu: str, steps: int, needs: ProcessRecord | None
         lines=known.lines,
         largest_batch=known.largest_batch,
         fits_on=fits_on,
-        estimated=tuple(model for model in MODELS if MODELS[model].capability != MODELS[gpu].capability),
         unknown=tuple(_limitations(known, steps)),
     )
 

@@ -123,19 +123,10 @@ class Folder:
             per_user[entry.owner_id] += 1
             if per_user[entry.owner_id] > _MAX_RECORDS_PER_USER:
                 continue
-            is_held = self._is_held(entry.name, entry.owner_id)
+            is_held = self.is_held(entry.name, entry.owner_id)
             if is_held is not False:
                 alive.append(entry._replace(is_closed=is_held is None))
         return alive[::-1]
-
-    def without_ended(self, names: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
-        """Return the entries, as names and owners, without all ended ones if a random one of them has ended.
-
-        The more have ended, the sooner repeated calls notice. If none has ended, this is a single check.
-        """
-        if not names or self._is_held(*names[int.from_bytes(os.urandom(2), "big") % len(names)]):
-            return names
-        return [name for name in names if self._is_held(*name)]  # an entry that is closed to this user does not count
 
     def read(self, entry: Entry) -> bytes:
         """Return an entry's record; raise ``OSError`` or ``ValueError`` if it is unreadable or invalid."""
@@ -189,7 +180,7 @@ class Folder:
         for name, file in self._files:
             with contextlib.suppress(OSError):  # already released, or unreadable; a file that stays only takes space
                 owner_id = file.stat(follow_symlinks=False).st_uid
-                if os.geteuid() in (0, owner_id) and self._is_held(name, owner_id) is False:
+                if os.geteuid() in (0, owner_id) and self.is_held(name, owner_id) is False:
                     os.unlink(file.name, dir_fd=self._descriptor)
 
     @functools.cached_property
@@ -224,7 +215,7 @@ class Folder:
     def _skip(self, file: str, reason: str) -> None:
         self.unreadable.append((file, self._mounted.get(file), reason))
 
-    def _is_held(self, name: str, owner_id: int) -> bool | None:
+    def is_held(self, name: str, owner_id: int) -> bool | None:
         """Return whether a process of the owner has the socket open; ``None`` if it has, but with a closed mode."""
         from socket import AF_UNIX, socket  # takes a twentieth of the time of a pick without claims
 

@@ -88,14 +88,13 @@ def open_ledger(path: str) -> Iterator[Ledger]:
         yield Ledger(folder, takes_claims=True)
 
 
-def still_waiting(jobs: Sequence[GpuWaiter]) -> list[GpuWaiter]:
-    """Return the waiting jobs, without all ended ones if a random one has ended. Far cheaper than reading the queue."""
-    waiters = {(job.name, job.owner_id): job for job in jobs}
+def is_waiting(job: GpuWaiter) -> bool:
+    """Return whether a job is still in the queue. Far cheaper than reading the queue."""
     try:
         with claim_files.open_folder(directory()) as folder:
-            return [waiters[name] for name in folder.without_ended([*waiters])] if folder else []
+            return folder is not None and folder.is_held(job.name, job.owner_id) is True
     except ClaimsError:  # closed to this user by now, as the next poll will report
-        return []
+        return False
 
 
 _held_claims: list[HeldClaim] = []  # a forked child has a copy of its parent's

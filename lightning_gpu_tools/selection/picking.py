@@ -380,13 +380,12 @@ def pick(
 
 
 def _sleep(polled_s: float, give_up_s: float, ahead: Sequence[GpuWaiter]) -> None:
-    """Sleep until the next poll is due: sooner with fewer jobs ahead, and at once if none is left."""
+    """Sleep until the next poll is due, or the job directly ahead no longer waits."""
+    due_s = min(give_up_s, polled_s + min(_MAX_POLL_AFTER_S, len(ahead) * _POLL_AFTER_S))
     while True:
         pause_s = _POLL_AFTER_S + _POLL_JITTER_S * os.urandom(1)[0] / 255
         time.sleep(max(0.0, min(pause_s, give_up_s - time.monotonic())))
-        ahead = claims.still_waiting(ahead)
-        next_poll_s = polled_s + min(_MAX_POLL_AFTER_S, len(ahead) * _POLL_AFTER_S)
-        if time.monotonic() >= min(next_poll_s, give_up_s):
+        if time.monotonic() >= due_s or (ahead and not claims.is_waiting(ahead[-1])):
             return
 
 

@@ -98,7 +98,7 @@ def test_a_plain_loop_that_does_not_fit(dry_run: DryRun) -> None:
     assert "OutOfMemoryError" in errors
     assert found["failure"] == [1, "forward", "train.py", 10, "forward"]
     assert found["needed_bytes"] > 3 * 400000 * 4096 * 4
-    assert found["fits_on"]["h100-80gb"] == "yes"
+    assert found["fits_on"]["h100-80gb"] == "perhaps"  # of another compute capability
 
 
 def test_the_largest_batch_by_trials_of_a_shell_script(dry_run: DryRun, tmp_path: Path) -> None:
