@@ -20,6 +20,7 @@ import quiet_kernel
 from slurm_cluster import slurm_cluster
 
 from lightning_gpu_tools.processes import process_stat
+from lightning_gpu_tools.selection import picking
 from lightning_gpu_tools.selection.claims import held_claims
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ def in_shell(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]
 @pytest.fixture(autouse=True)
 def no_claim_is_left() -> Iterator[None]:
     """Release the claims of a test, such as those of a Trainer's accelerator, which last as long as this process."""
+    picking._applied.clear()
     yield
     for claim in held_claims():
         claim.release()

@@ -16,22 +16,13 @@ from lightning_gpu_tools.units import (
 
 
 @pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [
-        (0, 0),
-        ("8GiB", 8 * 2**30),
-        ("1.5GB", 1_500_000_000),
-        ("8G", 8 * 2**30),
-    ],
+    ("text", "size_bytes"), [(0, 0), ("8GiB", 8 * 2**30), ("1.5GB", 1_500_000_000), ("8G", 8 * 2**30)]
 )
 def test_sizes_are_read_in_iec_si_and_slurms_units(text: int | str, size_bytes: int) -> None:
     assert parse_bytes(text) == size_bytes
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["8 bananas", "-1GiB", None, 2**64, "9" * 400],
-)
+@pytest.mark.parametrize("text", ["8 bananas", "-1GiB", None, 2**64, "9" * 400])
 def test_an_invalid_size_is_refused_with_an_example(text: object) -> None:
     with pytest.raises(ValueError, match="min_free must be") as caught:
         parse_bytes(text, "min_free")  # type: ignore[arg-type]

@@ -32,6 +32,8 @@ def test_the_answer_is_one_line_of_uuids_and_nothing_else(driver: Driver, run_cl
     answer = run_cli("pick", "-n", "2")
     assert (answer.returncode, answer.stderr) == (0, "")
     assert answer.stdout == f"{driver.gpus[1].uuid},{driver.gpus[2].uuid}\n"
+    with select_gpus(exclusive=True):  # whose claim it respects, and it takes none
+        assert run_cli("pick").stdout == run_cli("pick").stdout == f"{driver.gpus[2].uuid}\n"
 
 
 def test_json_has_the_readings(driver: Driver, pick: Pick) -> None:
@@ -92,14 +94,6 @@ def test_wrong_usage_quotes_the_value_and_has_exit_code_2(
     assert (answer.returncode, answer.stdout) == (2, "")
     assert words in answer.stderr
     assert driver.calls() == []
-
-
-def test_it_respects_claims_and_takes_none(driver: Driver, pick: Pick) -> None:
-    driver.gpus = [gpu(), gpu(memory_free="70GiB")]
-    with select_gpus(exclusive=True):
-        for _ in range(2):
-            assert pick().stdout == f"{driver.gpus[1].uuid}\n"
-    assert pick().stdout == f"{driver.gpus[0].uuid}\n"
 
 
 @pytest.mark.parametrize("arguments", [["pick", "-n", "2"], ["run", "-n", "2", "--", "true"]])

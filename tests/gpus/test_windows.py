@@ -149,13 +149,7 @@ def shares(processes: list[GpuProcess] | None, own_pids: set[int] | None) -> tup
     return found.others_memory_bytes, found.own_utilization_percent, found.others_utilization_percent
 
 
-def test_each_side_is_added_up() -> None:
+def test_use_is_divided_as_far_as_the_driver_reports_it() -> None:
     assert shares([OURS, MATE, THEIRS], {1, 2}) == (7, 70.0, 20.0)
-
-
-def test_an_unreported_process_makes_only_its_own_side_unknown() -> None:
-    assert shares([OURS, THEIRS, GpuProcess(pid=8)], {1}) == (None, 60.0, None)
-
-
-def test_without_numbers_that_are_ours_nothing_is_known() -> None:
+    assert shares([OURS, THEIRS, GpuProcess(pid=8)], {1}) == (None, 60.0, None)  # of one side alone
     assert shares([OURS, THEIRS], None) == shares(None, {1}) == shares([], {1}) == (None,) * 3
