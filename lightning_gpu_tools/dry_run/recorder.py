@@ -77,19 +77,11 @@ class Recorder:
 
     def start(self) -> None:
         """Register torch's hooks, and start a thread that ends this process with the dry run."""
-        compile_model = torch.compile
-
-        @functools.wraps(compile_model)
-        def record_call(*args: Any, **kwargs: Any) -> Any:
-            self._record.compiles = True
-            return compile_model(*args, **kwargs)
-
         threading.Thread(target=self._end_with_the_dry_run, daemon=True).start()
         register_optimizer_step_post_hook(self._guarded(self._after_optimizer))
         register_module_forward_pre_hook(self._guarded(self._before_forward))
         compat.call_once_cuda_starts(self._guarded(self._cuda_starts))
         atexit.register(self._guarded(self._at_exit))
-        torch.compile = record_call
         when_imported("", self._bound_generation, ("transformers.generation.utils",))
 
     def _bound_generation(self, transformers: ModuleType) -> None:

@@ -70,7 +70,6 @@ class ProcessRecord:
     largest_batch: int | None = None  # predicted, on the target GPU; None if unknown
     has_validated: bool = False  # a model in evaluation mode ran without gradients
     has_convolutions: bool = False  # or recurrent layers, which also use cuDNN on a GPU
-    compiles: bool = False  # it called torch.compile, which is disabled
     masks: bool = False  # sizes depended on masks, which select everything
     generates: bool = False  # a model generated tokens, up to its maximum length
 
@@ -287,8 +286,6 @@ def _limitations(record: ProcessRecord, steps: int) -> list[str]:
         found.append("No validation ran, so its peak is unknown.")
     if record.has_convolutions:
         found.append("cuDNN is not simulated. On an H200, ResNet-50 needed up to 11% more memory with cuDNN.")
-    if record.compiles:
-        found.append("torch.compile was disabled. Compiled code usually needs less memory.")
     if record.masks:
         found.append("A mask selects everything here, so the peak may be too high.")
     if record.generates:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,17 +29,12 @@ def main() -> int:
             machine = Machine(folder, [arguments.gpu] * arguments.n)
         except (SimulatedCudaError, ValueError) as error:
             parser.error(str(error))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program gets the signal as well, and handles it
         try:
-            program = subprocess.Popen(
-                arguments.command,
-                env=machine.environment(),
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            )
+            code = subprocess.call(arguments.command, env=machine.environment())
         except OSError as error:
             parser.exit(127, f"{arguments.command[0]} cannot be started: {error.strerror}.\n")
-        signal.signal(signal.SIGTERM, lambda *_: program.terminate())
-        code = program.wait()
+        except KeyboardInterrupt:  # the program has it, too
+            return 130
         return code if code >= 0 else 128 - code
 
 

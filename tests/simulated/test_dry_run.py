@@ -89,7 +89,6 @@ def test_a_plain_loop_that_fits(dry_run: DryRun) -> None:
     assert lines["train.py", 10] == 2 * batch
     assert found["fits_on"]["a100-80gb"] == "yes"
     assert "No validation ran, so its peak is unknown." in found["unknown"]
-    assert "torch.compile was disabled. Compiled code usually needs less memory." in found["unknown"]
 
 
 def test_a_plain_loop_that_does_not_fit(dry_run: DryRun) -> None:
