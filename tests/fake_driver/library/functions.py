@@ -310,24 +310,15 @@ def nvmlGpmSampleFree(library: Library, sample: Any) -> None:
     del library._samples[address_of(sample)]
 
 
-def _gpm_take(library: Library, owner: Any, sample: Any) -> None:
-    if address_of(sample) not in library._samples:
-        raise NvmlFailure("INVALID_ARGUMENT")
-    library._samples[address_of(sample)] = (owner.uuid, library.elapsed_s)
-
-
 def nvmlGpmSampleGet(library: Library, device: Any, sample: Any) -> None:
     required(device.gpm)
-    _gpm_take(library, device, sample)
+    library._samples[address_of(sample)] = (device.uuid, library.elapsed_s)
 
 
 def nvmlGpmMigSampleGet(library: Library, device: Any, gpu_instance: Any, sample: Any) -> None:
     required(device.gpm)
-    for instance in instances(device):
-        if instance.gpu_instance == value_of(gpu_instance):
-            _gpm_take(library, instance, sample)
-            return
-    raise NvmlFailure("NOT_FOUND")
+    (uuid,) = [one.uuid for one in instances(device) if one.gpu_instance == value_of(gpu_instance)]
+    library._samples[address_of(sample)] = (uuid, library.elapsed_s)
 
 
 def nvmlGpmMetricsGet(library: Library, request: Any) -> None:
@@ -346,17 +337,9 @@ def nvmlGpmMetricsGet(library: Library, request: Any) -> None:
 # Topology
 
 
-def _fill_mask(mask: Any, members: list[int]) -> None:
-    words = pointed(mask)
-    for member in members:
-        word, bit = divmod(member, 64)
-        if word >= len(words):
-            raise NvmlFailure("INSUFFICIENT_SIZE")
-        words[word] |= 1 << bit
-
-
 def nvmlDeviceGetMemoryAffinity(_library: Library, device: Any, _size: Any, mask: Any, _scope: Any) -> None:
-    _fill_mask(mask, [required(device.numa_node)])
+    word, bit = divmod(required(device.numa_node), 64)
+    pointed(mask)[word] |= 1 << bit
 
 
 # Events
