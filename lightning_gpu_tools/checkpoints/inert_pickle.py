@@ -242,14 +242,11 @@ class InertUnpickler(pickle._Unpickler):
             self._count_copies(arguments[0])
             return Elements(arguments[0])
         if function.module == "torch._utils":
-            if name.endswith("_from_cpu_tensor") and arguments[1].name == arguments[0].dtype:
-                return arguments[0]
             if name.endswith("_meta_tensor_no_storage"):
                 return _without_numbers("meta", *arguments[:2])
             if name.endswith("_wrapper_subclass"):
                 return _without_numbers(str(arguments[0]), *arguments[1:3])
-            if not name.endswith("_from_cpu_tensor"):
-                return TensorInfo("?", None, None, kind=function.name.removeprefix("_rebuild_").partition("_")[0])
+            return TensorInfo("?", None, None, kind=function.name.removeprefix("_rebuild_").partition("_")[0])
         if function.is_plain and not _is_needed(name, arguments):
             self.globals.add(f"{name}(...)")
         return Opaque(function.is_plain, name, arguments)

@@ -71,6 +71,13 @@ def test_a_buffer_no_longer_saved_is_accepted(wrap: Any, dtype: torch.dtype, tmp
     assert torch.equal(next(model.parameters()), source.embed.weight.float())
 
 
+def test_such_a_buffer_may_be_in_a_part_of_the_file(tmp_path: Path) -> None:
+    source = nn.ModuleList([Embedding(saves=True), Embedding(saves=False)])
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    report = load_weights(nn.ModuleList([Embedding(saves=False), Embedding(saves=False)]), tmp_path / "a.pt")
+    assert (report.buffers, report.kept, len(report.loaded)) == (("0.positions",), (), 2)
+
+
 @pytest.mark.follows("To keep the model's numbers, use strict=False")
 def test_other_numbers_in_such_a_buffer_are_refused(tmp_path: Path) -> None:
     source, model = Embedding(saves=True), Embedding(saves=False)

@@ -140,6 +140,12 @@ def test_names_that_zero_has_tied_are_one_tensor(stage: int, tmp_path: Path) -> 
     assert loaded["head"] is loaded["layers.0.weight"]
 
 
+def test_an_object_with_tensors_is_loaded_like_a_file(tmp_path: Path) -> None:
+    write_distributed(tmp_path / "dcp", {"net": {**WEIGHTS}, "pair": (torch.arange(3.0), "a")})
+    numbers, text = read_checkpoint(tmp_path / "dcp")["pair"]
+    assert (numbers.tolist(), text) == ([0, 1, 2], "a")
+
+
 # -- no shard is taken for a whole ---------------------------------------------------------------------------------
 
 

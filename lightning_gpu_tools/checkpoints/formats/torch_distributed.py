@@ -78,12 +78,11 @@ def describe_folder(folder: formats.Folder) -> Structure:
         for key, (info, blocks) in objects.items():
             value: Any = info
             if info is None:
-                described = _described(shards, blocks[0])
-                described.file.seek(0)
-                # An object is loaded like a file of its own.
-                value = (
-                    replace(described, file=io.BytesIO(described.file.read())) if folder.to_load else described.content
-                )
+                found = _described(shards, blocks[0])
+                value = found.content
+                if folder.to_load:  # it is loaded like a file of its own
+                    found.file.seek(0)
+                    value = replace(found, file=io.BytesIO(found.file.read()))
             elif folder.to_load:
                 value = replace(info, parts=tuple(_part(shards, key, info.dtype, block) for block in blocks))
             _put(tree, paths.get(key, (key,)), value)
