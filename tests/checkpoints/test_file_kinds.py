@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_files import saved
+from checkpoint_files import safetensors, saved
 from torch import nn
 
 from lightning_gpu_tools import load_weights
@@ -139,6 +139,13 @@ def hdf5(path: Path) -> None:
 
 # By name of a file: its bytes, or what writes it, and what the message says.
 NAMED: dict[str, tuple[bytes | Callable[[Path], Any], str]] = {
+    "empty.ckpt": (b"", "is empty. Probably the disk was full"),
+    "cut.ckpt": (saved(WEIGHTS)[:300], "is cut short: .*index.*is missing.*interrupted"),
+    "cut.safetensors": (safetensors(b"{" * 99)[:50], "its description and its contents do not match"),
+    "new.safetensors": (
+        safetensors({"a": {"dtype": "F6_E2M3", "shape": [1], "data_offsets": [0, 1]}}),
+        "has a of type F6_E2M3, which",
+    ),
     "program.pt2": (program, "is a program by torch.export. Use the checkpoint that it was exported from"),
     "package.pt": (package, "is a torch.package archive"),
     "m.tar": (in_tar, "is a tar archive. Unpack it, and use the checkpoint inside"),
