@@ -32,7 +32,6 @@ Module = TypeVar("Module", bound="LightningModule")
 
 # LightningCLI's mark in a checkpoint with nested classes to build. Any other value there could run any function.
 _CLI_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
-_HPARAMS_READERS = {".csv": "tags_csv", ".yaml": "yaml", ".yml": "yaml"}
 
 
 def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str], taker: object) -> dict[str, Any]:
@@ -67,11 +66,9 @@ def _build_module(
     """Call ``model_class`` with the hyperparameters of a checkpoint; ``arguments`` take precedence over them."""
     given: Any = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_KEY, {})
     if hparams_file is not None:
-        suffix = os.path.splitext(hparams_file)[1].lower()
-        if suffix not in _HPARAMS_READERS:
-            raise ValueError(f"hparams_file must end in .yaml, .yml or .csv, got {os.fspath(hparams_file)!r}.")
-        read = lookup(model_class, f"core.saving:load_hparams_from_{_HPARAMS_READERS[suffix]}")
-        given = read(os.fspath(hparams_file))
+        if not os.fspath(hparams_file).endswith((".yaml", ".yml")):
+            raise ValueError(f"hparams_file must end in .yaml or .yml, got {os.fspath(hparams_file)!r}.")
+        given = lookup(model_class, "core.saving:load_hparams_from_yaml")(os.fspath(hparams_file))
     elif not is_named(given):
         raise BrokenCheckpointError(
             f"{printable_path(path)} has {describe_content(given)} for hyperparameters, not a dictionary with string "
@@ -82,8 +79,6 @@ def _build_module(
     whole = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_NAME)
     if isinstance(whole, str) and whole in parameters and whole != "kwargs":  # the class takes all as one argument
         kind: Any = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_TYPE)  # OmegaConf's class
-        if isinstance(kind, str):  # its name, in old files
-            kind = lookup(model_class, "core.saving:AttributeDict")
         is_mapping = isinstance(kind, type) and issubclass(kind, Mapping)
         values = {whole: kind(values) if is_mapping else values, **arguments}
     instantiator = values.pop("_instantiator", None)
@@ -137,7 +132,7 @@ def load_from_checkpoint(
             one, such as ``lightning_logs/version_0``.
         root: As for :func:`load_weights`.
         map_location: Device for the weights and the model, or anything else that ``torch.load`` takes.
-        hparams_file: A ``.yaml`` or ``.csv`` file with hyperparameters, in place of those in the checkpoint.
+        hparams_file: A ``.yaml`` file with hyperparameters, in place of those in the checkpoint.
         strict: As for :func:`load_weights`; ``None`` leaves it to the model's ``strict_loading``.
         weights_only: If false, opening the file may run code in it.
         **kwargs: Arguments of ``model_class``, in place of those in the checkpoint.
@@ -146,7 +141,7 @@ def load_from_checkpoint(
         CheckpointMismatchError: The checkpoint does not fit.
         UnsafeCheckpointError: It holds more than plain data, such as hyperparameters of other classes.
         BrokenCheckpointError: An entry is not what Lightning writes, or the file is damaged.
-        ValueError: ``hparams_file`` is neither ``.yaml`` nor ``.csv``.
+        ValueError: ``hparams_file`` is not ``.yaml``.
         TypeError: ``model_class`` is not the class of a LightningModule.
     """
     if not isinstance(model_class, type) or not hasattr(model_class, "load_from_checkpoint"):
