@@ -17,7 +17,6 @@ import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -54,18 +53,11 @@ _Event = Any  # torch.cuda.Event, which has no types
 _Seconds = defaultdict[str, float]  # by phase
 
 
-class _Mark(NamedTuple):
-    host_s: float
-    seconds: dict[str, float]  # host seconds by phase up to then
-    event: _Event
-
-
 @dataclass(slots=True)
 class _Sample:
     """A step, and the gap between it and the previous step."""
 
     kind: Literal["timed", "watched", "held"]
-    marks: list[_Mark] = field(default_factory=list)  # from the end of the previous step to the start of this one
     parts: list[gpu_work.Part] = field(default_factory=list)
     parts_before: int = 0  # number of parts before the step
     step: int = 0
@@ -147,12 +139,12 @@ class GpuTimeline:
     def begin_fetch(self) -> None:
         """Mark the start of the host's wait for the next batch if the next step is sampled."""
         if self._open is not None:
-            self._own_work(self._guard, self._gap_goes_on, self._open, phases.DATA_LOADING)
+            self._own_work(self._guard, self._part_begins, self._open, phases.DATA_LOADING)
 
     def enter_hook(self) -> None:
         """Mark that a hook receives the batch, unless another hook received it before."""
         if self._open is not None and self._open.parts[-1].phase == phases.DATA_LOADING:
-            self._own_work(self._guard, self._gap_goes_on, self._open, BEFORE_STEP)
+            self._own_work(self._guard, self._part_begins, self._open, BEFORE_STEP)
 
     def facts(self) -> IdleTimes:
         """Return the measurements of the latest samples."""
@@ -206,10 +198,6 @@ class GpuTimeline:
         self._due.clear()
         self.syncs.stop(is_whole=False)
 
-    def _mark(self, event: Callable[[], _Event]) -> _Mark:
-        self._clock.switch(self._clock.current)  # charges the time up to now, before the event: see gpu_work.HostTime
-        return _Mark(self._clock.since_s, self._clock.seconds, event())
-
     def _step_ended(self) -> None:
         self._read()
         kind = self._due.pop(0) if self._due else "timed"
@@ -220,41 +208,35 @@ class GpuTimeline:
             self._leave_out()
         if len(self._unread) < _MAX_UNREAD:
             self._open, self.is_next_sampled = _Sample(kind), True
-            self._open.marks.append(self._mark(partial(self._begin_part, self._open, AFTER_STEP)))
+            self._part_begins(self._open, AFTER_STEP)
             if kind != "timed":
                 self.syncs.start()
 
     def _step_begins(self, phase: str) -> None:
         self.is_next_sampled = False
         if self._open is None:  # the first step: the GPU has done nothing yet, so its time equals the host's
-            begins = self._mark(_event)
-            self._origin = begins.event
-            self._host_time.learn(begins.host_s, 0.0)
+            self._host_time.learn(self._clock.now_s, 0.0)
+            self._origin = _event()
             return
         self.sample, self._open = self._open, None
         self.sample.parts_before, self.sample.step = len(self.sample.parts), self._steps
-        self._gap_goes_on(self.sample, phase)
+        self._part_begins(self.sample, phase)
 
-    def _gap_goes_on(self, sample: _Sample, phase: str) -> None:
-        sample.marks.append(self._mark(partial(self._part_begins, sample, phase)))
-
-    def _part_begins(self, sample: _Sample, phase: str) -> _Event:
-        """End the previous part, begin a new one, and return the event between them."""
-        self._end_part(sample)
-        return self._begin_part(sample, phase)
-
-    def _begin_part(self, sample: _Sample, phase: str) -> _Event:
+    def _part_begins(self, sample: _Sample, phase: str) -> None:
+        """End the previous part, and begin a new one."""
+        self._clock.switch(self._clock.current)  # charges the time up to now, before the event: see gpu_work.HostTime
+        if sample.parts:
+            self._end_part(sample)
         begin = sample.parts[-1].end if sample.parts else _event()
-        part = gpu_work.Part(phase, begin, 0.0)
+        part = gpu_work.Part(phase, begin, self._clock.since_s, self._clock.seconds)
         if sample.kind == "held" and phase in _HELD and self._sleep is not None:
             sleep_s, part.needed_s = self._work[phase].hold_s(sum(one.phase == phase for one in sample.parts))
             if sleep_s:
                 part.cycles = int(sleep_s * self._cycles_per_s)
                 self._sleep(part.cycles)
                 part.hold, part.begin = begin, _event()
-        part.begin_s = self._clock.now_s
+                part.begin_s = self._clock.now_s
         sample.parts.append(part)
-        return begin
 
     def _end_part(self, sample: _Sample) -> None:
         part = sample.parts[-1]
@@ -290,10 +272,9 @@ class GpuTimeline:
     def _read(self) -> None:
         while self._unread and self._unread[0].parts[-1].end.query():
             sample = self._unread.popleft()
-            # In table order only between two marks: a callback after a step has the same phase as one before it.
-            spent = [
-                one for before, after in pairwise(sample.marks) for one in _in_order(before.seconds, after.seconds)
-            ]
+            # In table order only within a part: a callback after a step has the same phase as one before it.
+            gap = sample.parts[: sample.parts_before + 1]
+            spent = [one for before, after in pairwise(gap) for one in _in_order(before.seconds, after.seconds)]
             self._read_work(sample, validates=any(phase == phases.VALIDATION for phase, _ in spent))
             if sample.kind == "timed":
                 self._read_times(sample, spent)
@@ -314,19 +295,19 @@ class GpuTimeline:
                 work.failed += 1
 
     def _read_times(self, sample: _Sample, spent: Sequence[tuple[str, float]]) -> None:
-        ended, begins = sample.marks[0], sample.marks[-1]
-        ended_s, begins_s = self._gpu_s(ended), self._gpu_s(begins)
-        self._host_time.learn(ended.host_s, ended_s)
-        self._host_time.learn(begins.host_s, begins_s)
-        gap = gpu_work.Gap(self._host_time.at(ended_s), self._host_time.at(begins_s), begins.host_s, spent)
+        ended, begins = sample.parts[0], sample.parts[sample.parts_before]
+        ended_s, begins_s = self._gpu_s(ended.begin), self._gpu_s(begins.begin)
+        self._host_time.learn(ended.begin_s, ended_s)
+        self._host_time.learn(begins.begin_s, begins_s)
+        gap = gpu_work.Gap(self._host_time.at(ended_s), self._host_time.at(begins_s), begins.begin_s, spent)
         step_s: _Seconds = defaultdict(float)
         _add(step_s, ((part.phase, part.gpu_s) for part in sample.parts[sample.parts_before :]))
         self._timed.append(_Times(sample.step, gap, step_s))
         if begins_s - self._origin_s > _NEW_ORIGIN_S:
-            self._origin, self._origin_s = begins.event, begins_s
+            self._origin, self._origin_s = begins.begin, begins_s
 
-    def _gpu_s(self, mark: _Mark) -> float:
-        return self._origin_s + float(self._origin.elapsed_time(mark.event)) / 1e3
+    def _gpu_s(self, event: _Event) -> float:
+        return self._origin_s + float(self._origin.elapsed_time(event)) / 1e3
 
 
 def _event() -> _Event:

@@ -28,6 +28,7 @@ class Part:
     phase: str
     begin: _Event
     begin_s: float  # host time
+    seconds: dict[str, float]  # host seconds by phase up to then
     hold: _Event = None  # since when the GPU slept before it; None if it did not
     cycles: int = 0  # of that sleep
     needed_s: float = 0.0  # time that the host needed for it in an earlier step
