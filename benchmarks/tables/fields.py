@@ -129,6 +129,7 @@ _PARTS = {
     "other_tensors": "other tensors at the start of a step: its batch, metrics, caches, tensors kept by mistake",
     "activations": "the rest of the peak",
     "cache_reusable": "free memory that torch's allocator holds beyond the peak",
+    "cache_fragmented": "free memory between tensors, usable only by tensors that fit into a gap",
     "context": "memory of this job's processes outside torch's allocator: contexts, kernels, libraries, communication "
     "buffers",
     "other_processes": "processes of other jobs",

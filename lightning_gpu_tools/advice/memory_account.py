@@ -22,7 +22,7 @@ TENSORS = {  # at their peak
     "other_tensors": "batch, and other tensors kept",
     "activations": "activations and temporaries",
 }
-CACHE = {"cache_reusable": "reusable"}  # of torch's allocator
+CACHE = {"cache_reusable": "reusable", "cache_fragmented": "fragmented"}  # of torch's allocator
 PARTS = {
     **TENSORS,
     **CACHE,
@@ -167,7 +167,7 @@ def _cut(sizes: Mapping[str, int], room_bytes: int) -> dict[str, int]:
 
 def _readings(rank: RankMemory) -> list[MemoryReading]:
     steps = (step for step in (rank.first_step, rank.last_step) if step is not None)
-    return [rank.latest, *(reading for step in steps for reading in (step.begin, step.end))]
+    return [rank.latest, *(reading for step in steps for reading in (step.begin, step.middle, step.end))]
 
 
 def _torch_parts(rank: RankMemory) -> dict[str, int]:
@@ -177,8 +177,8 @@ def _torch_parts(rank: RankMemory) -> dict[str, int]:
     peaks = {phase: size for phase, size in rank.peaks_bytes.items() if phase != "before_training"}
     peak_in = max(peaks, key=lambda phase: peaks[phase], default="")
     # The peak may date from before the allocator emptied its cache.
-    read_bytes = max(reading.allocated_bytes for reading in _readings(rank))
-    peak_bytes = min(max(peaks.get(peak_in, 0), read_bytes), reserved_bytes)
+    nearest = max(_readings(rank), key=lambda reading: reading.allocated_bytes)
+    peak_bytes = min(max(peaks.get(peak_in, 0), nearest.allocated_bytes), reserved_bytes)
     held, step = rank.holdings or MemoryHoldings(), rank.last_step or rank.first_step
     begin = latest if step is None else step.begin
     others_bytes = max(0, (rank.kept_bytes or begin.allocated_bytes) - held.between_steps_bytes)
@@ -196,7 +196,8 @@ def _torch_parts(rank: RankMemory) -> dict[str, int]:
         "other_tensors": max(0, others_bytes - rank.earlier_bytes),
         "activations": peak_bytes,
     }
-    return {**_cut(at_peak, peak_bytes), "cache_reusable": reserved_bytes - peak_bytes}
+    cache = {"cache_fragmented": nearest.inactive_split_bytes, "cache_reusable": reserved_bytes}
+    return {**_cut(at_peak, peak_bytes), **_cut(cache, reserved_bytes - peak_bytes)}
 
 
 def _the_only_large_one(sample: GpuSample, ranks: int, reserved_bytes: int) -> frozenset[int] | None:

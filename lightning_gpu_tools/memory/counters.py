@@ -47,7 +47,7 @@ def read_memory(gpu: torch.device) -> MemoryReading | None:
 
 
 class MemoryCounters:
-    """A reader of the memory counters at the start and the end of some steps, of which it records a few.
+    """A reader of the memory counters at three moments of some steps, of which it records a few.
 
     Every step is read up to the one after the optimizer's first; after that, as many random steps as the budget allows.
     In other steps each call costs one comparison.
@@ -70,6 +70,7 @@ class MemoryCounters:
         self._optimizer_steps = training.optimizer_steps
         # Of the step that is read:
         self._begin: MemoryReading | None = None
+        self._middle: MemoryReading | None = None
         self._batch_shape: tuple[int, ...] = ()
         self._replays = 0  # of CUDA graphs before it
         # For replays:
@@ -101,6 +102,11 @@ class MemoryCounters:
             with suppress(Exception):  # of an odd batch
                 self._batch_shape = shape() or ()
             self._do(self._begin_step)
+
+    def before_backward(self) -> None:
+        """Read the counters before the first backward of a step that is read."""
+        if self.is_reading and self._middle is None:
+            self._do(self._read_middle)
 
     def end_step(self) -> None:
         """End a step, after the optimizer."""
@@ -166,8 +172,12 @@ class MemoryCounters:
         facts = self._facts
         return facts is None or facts.first_step is None or facts.last_step is facts.first_step
 
+    def _read_middle(self) -> None:
+        self._middle = self._read("training")
+
     def _begin_step(self) -> None:
-        self._begin, self._replays, facts = self._read("training"), self._clock.replays, self._known
+        self._begin, self._middle = self._read("training"), None
+        self._replays, facts = self._clock.replays, self._known
         if facts.holdings is not None and facts.last_step is facts.first_step:
             kept_bytes = holdings.count_holdings(self._training).gradients_bytes
             self._facts = replace(facts, holdings=replace(facts.holdings, gradients_kept_bytes=kept_bytes))
@@ -187,6 +197,7 @@ class MemoryCounters:
             step=self._clock.steps,
             batch_shape=self._batch_shape,
             begin=self._begin,
+            middle=self._middle or self._begin,
             end=end,
             added_bytes=0 if last is None else last.added_bytes,
             forward_bytes=0 if last is None else last.forward_bytes,

@@ -68,6 +68,7 @@ class StepMemory:
     step: int  # by the step clock, starting at 1
     batch_shape: tuple[int, ...] = ()  # of the first tensor of the batch; empty if unknown
     begin: MemoryReading = _UNREAD  # includes the batch and, with a Trainer, the old gradients
+    middle: MemoryReading = _UNREAD  # before the first backward, if there is one
     end: MemoryReading = _UNREAD  # after the optimizer
     # By its own allocations, at their peak and at that of forward; else by those of the last step that was recorded.
     added_bytes: int = 0

@@ -149,9 +149,10 @@ class FitTimer(Timer):
         is_automatic = model.automatic_optimization
         run = f"fit_loop.epoch_loop.{'automatic' if is_automatic else 'manual'}_optimization.run"
         if self._run.gpu is not None:
-            gpu = self._measure_gpu_steps(self._run.gpu, run, phases.TRAINING_STEP)
-            for part in ("training_step", "backward", "optimizer_step"):
+            gpu, memory = self._measure_gpu_steps(self._run.gpu, run, phases.TRAINING_STEP)
+            for part in ("training_step", "optimizer_step"):
                 self._wrap(f"strategy.{part}", partial(gpu.part, _STEP_PARTS[part]))
+            self._wrap("strategy.backward", partial(_read_before, memory, gpu, _STEP_PARTS["backward"]))
         self._act_after(run)
         if not is_automatic:
             self._time("strategy.backward", phases.BACKWARD)
@@ -171,12 +172,12 @@ class FitTimer(Timer):
         if self.step_ended is not None:
             self._wrap(step, partial(_followed_by, self.step_ended))
 
-    def _measure_gpu_steps(self, device: torch.device, run: str, first_part: str) -> GpuTimeline:
+    def _measure_gpu_steps(self, device: torch.device, run: str, first_part: str) -> tuple[GpuTimeline, MemoryCounters]:
         gpu = self.rank_waits.gpu = self.clock.measure_gpu(device)
         memory = self.memory = MemoryCounters(self._run, self.clock)
         self.patches.put(torch.cuda, "CUDAGraph.replay", partial(before, self.clock.note_replay))
         self._wrap(run, partial(_measured_step, self.clock, gpu, memory, self._ending, first_part))
-        return gpu
+        return gpu, memory
 
     def _time(self, method: str, phase: str, except_in: str = "") -> None:
         self._wrap(method, partial(self.clock.timed, phase, except_in=except_in))
@@ -255,6 +256,18 @@ class EvaluationTimer(FitTimer):
             self._measure_gpu_steps(self._run.gpu, step, phases.FORWARD)
         self._act_after(step)
         clock.begin_epoch()
+
+
+def _read_before(
+    memory: MemoryCounters, gpu: GpuTimeline, phase: str, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wrap a function that runs backward to read the memory before it, and to mark it on the GPU's timeline."""
+    measured = before(memory.before_backward, gpu.part(phase, function))
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (measured if gpu.sample is not None or memory.is_reading else function)(*args, **kwargs)
+
+    return called
 
 
 def _followed_by(action: Callable[[Any], None], run: Callable[..., Any]) -> Callable[..., Any]:

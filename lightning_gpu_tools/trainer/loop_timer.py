@@ -311,6 +311,8 @@ class LoopTimer(Timer):
             return None
         self._had_backward = True
         self._note_training()
+        if self.memory is not None:
+            self.memory.before_backward()
         around = self.clock.current
         self._go_on(self._backward)
         return around if around is self._backward else self._rest

@@ -33,7 +33,7 @@ RANK = RankMemory(
     holdings=MemoryHoldings(
         parameters_bytes=3 * GIB, gradients_bytes=3 * GIB, gradients_kept_bytes=3 * GIB, optimizer_bytes=6 * GIB
     ),
-    last_step=StepMemory(step=9, begin=reading(13), end=reading(13)),
+    last_step=StepMemory(step=9, begin=reading(13), middle=reading(18), end=reading(13)),
     peak_phase="backward",
     peaks_bytes={"before_training": 3 * GIB, "training": 20 * GIB},
 )
@@ -101,6 +101,13 @@ def test_forward_has_the_gradients_that_the_last_step_left(peak_phase: str, grad
     assert parts["gradients"] == gradients
 
 
+def test_pieces_between_tensors_are_told_from_whole_segments() -> None:
+    assert RANK.last_step is not None
+    step = replace(RANK.last_step, middle=reading(18, in_pieces=1.5))
+    parts = in_gib(account_of([replace(RANK, last_step=step)]))
+    assert (parts["cache_fragmented"], parts["cache_reusable"]) == (1.5, 2.5)
+
+
 def held(now: float, peak: float, *, before: float = 0.0) -> int:
     """Return the peak in GiB of what torch held in a training, by two steps, of which the first held 20 GiB."""
     latest = replace(reading(4, reserved=now), peak_reserved_bytes=int(peak * GIB))
@@ -121,7 +128,7 @@ def test_the_reserved_peak_outlasts_the_cache_and_is_this_runs() -> None:
 sizes = st.integers(0, 2**40)
 readings = st.builds(MemoryReading, **dict.fromkeys(MemoryReading.__dataclass_fields__, sizes))
 holdings = st.builds(MemoryHoldings, **dict.fromkeys(MemoryHoldings.__dataclass_fields__, sizes))
-steps = st.builds(StepMemory, step=st.just(1), begin=readings, end=readings)
+steps = st.builds(StepMemory, step=st.just(1), begin=readings, middle=readings, end=readings)
 phases = st.sampled_from(["before_training", "training", "validation"])
 ranks = st.builds(
     RankMemory,

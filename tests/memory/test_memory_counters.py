@@ -120,6 +120,7 @@ class Loop:
         for _ in range(steps):
             self.clock.steps += 1
             self.counters.begin_step(lambda: (len(batch),))
+            self.counters.before_backward()
             self.training.optimizer_steps += self.clock.steps % self.steps_per_optimizer_step == 0
             self.counters.end_step()
 
@@ -130,7 +131,7 @@ def test_reading_takes_at_most_ten_microseconds_a_step(monkeypatch: pytest.Monke
     loop.run(5000)
     assert 2e-6 < (loop.time() - began_s) / 5000 < 10e-6
     assert len({step % 10 for step in loop.read}) > 5  # nothing periodic is always or never hit
-    assert loop.reads == 1 + 2 * len(loop.read)  # at both ends of a step that is read, and of no other
+    assert loop.reads == 1 + 3 * len(loop.read)  # three times in a step that is read, and of no other
 
 
 def test_each_step_is_read_up_to_the_optimizers_first(monkeypatch: pytest.MonkeyPatch) -> None:
