@@ -15,8 +15,7 @@ from lightning_gpu_tools.memory.readings import MemoryGrowth, Whose
 
 # Our defaults.
 _MAX_HISTORY_POINTS = 500
-_INTERVAL_S = 1.0
-_EARLY_S, _EARLY_INTERVAL_S = 60.0, 0.25  # twice as often as the first alarm requires, because a thread may be late
+_INTERVAL_S = 0.25  # half of what the first alarm requires, because a thread may be late
 _WORKERS_EVERY = 100  # limits this to 1% of the thread's time: the kernel walks all pages of the workers' memory
 # Memory that has grown for five minutes is reported if it will be full within a day. For shorter growth the limit
 # shrinks in proportion: after 12 s, memory is reported if it will be full within an hour.
@@ -46,7 +45,7 @@ class MemoryHistory:
         self._alarm_due_s = _FIRST_ALARM_S
         self._workers_due_s = 0.0
         self._timelines: dict[Whose, Timeline] = {
-            whose: Timeline(_MAX_HISTORY_POINTS, _EARLY_INTERVAL_S) for whose in get_args(Whose)
+            whose: Timeline(_MAX_HISTORY_POINTS, _INTERVAL_S) for whose in get_args(Whose)
         }
 
     def poll(self) -> float:
@@ -68,7 +67,7 @@ class MemoryHistory:
             for growth in self.growth():
                 if growth.whose not in known and growth.left_s is not None and growth.left_s < horizon_s:
                     self.alarms.append(growth)
-        return _EARLY_INTERVAL_S if seen_s < _EARLY_S else _INTERVAL_S
+        return _INTERVAL_S
 
     def growth(self) -> tuple[MemoryGrowth, ...]:
         """Return the memory that has grown steadily up to now."""

@@ -93,7 +93,7 @@ def test_without_a_gpu_the_report_holds_the_hosts_part(tmp_path: Path, capfd: py
 
 def test_growing_memory_is_reported_while_there_is_time_to_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of the run is a millisecond here."""
-    for name, seconds in {"_EARLY_INTERVAL_S": 0.00025, "_FIRST_ALARM_S": 0.012, "_ALARM_EVERY_S": 0.3}.items():
+    for name, seconds in {"_INTERVAL_S": 0.00025, "_FIRST_ALARM_S": 0.012, "_ALARM_EVERY_S": 0.3}.items():
         monkeypatch.setattr(history, name, seconds)
     kept = []
     # New pages of the kernel's: a list or a tensor may fit into what earlier tests freed and the process still holds.

@@ -66,7 +66,7 @@ class UntilGrown(Callback):
 
 
 def train(folder: Path, rank: int, workers: int) -> None:
-    history._WORKERS_EVERY, history._EARLY_INTERVAL_S, history._MIN_POINTS_PER_PART = 1, 0.05, 1
+    history._WORKERS_EVERY, history._INTERVAL_S, history._MIN_POINTS_PER_PART = 1, 0.05, 1
     of_datasets._EVERY_S = 0.2
     monitor = GPUUtilizationMonitor()
     until = UntilGrown(monitor, "workers" if workers else "process")
