@@ -166,7 +166,7 @@ class Watch(Callback):
         self.loader: Any = None  # of the Trainer
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        self.batches.append(batch.flatten().tolist())
+        self.batches.append((batch[0] if isinstance(batch, list) else batch).flatten().tolist())
         self.states.append(frozen_states())
         self.loader = trainer.train_dataloader
         self.workers.append(getattr(self.loader, "num_workers", -1))

@@ -22,7 +22,7 @@ from lightning_gpu_tools import GPUUtilizationMonitor, find_loader_settings, loa
 from lightning_gpu_tools.training import line_sampler
 from lightning_gpu_tools.types import Finding, TrainingWatch
 
-LOAD_S, STEP_S, BATCHES = 0.02, 0.004, 50
+LOAD_S, STEP_S, BATCHES = 0.03, 0.004, 50
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
 
