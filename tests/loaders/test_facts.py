@@ -94,6 +94,9 @@ class Wrapper:
 def test_an_open_file_is_found_in_wrapped_datasets(path: Path, wrap: Callable[[Any], Any]) -> None:
     with path.open() as file:
         assert facts_of(wrap(Photos(file=file))).open_files == ("Photos.file",)
+        of_library: Any = TensorDataset(torch.ones(3))
+        of_library.file = file
+        assert facts_of(wrap(of_library)).open_files == ("TensorDataset.file",)
 
 
 class OpensAgain(Photos):
