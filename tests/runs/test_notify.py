@@ -74,19 +74,21 @@ def test_the_end_of_a_run_is_told(note: Path, monkeypatch: pytest.MonkeyPatch) -
     }
 
 
-def test_an_error_is_told_without_raw_text(note: Path) -> None:
+@pytest.mark.parametrize(("hook", "step"), [("on_train_batch_end", 1), ("on_fit_start", 0)])
+def test_an_error_is_told_without_raw_text(note: Path, hook: str, step: int) -> None:
     forged = type("Odd\x1b[2J\nOutcome", (Boom,), {})
 
     class Fails(Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
+        def fail(self, *args: Any) -> None:
             raise forged
 
+    setattr(Fails, hook, Fails.fail)
     with pytest.raises(Boom):
         train(note, Fails())
     found = told(note)
     assert found["EVENT"] == "error"
-    assert found["OUTCOME"] == r"stopped by Odd\x1b[2J\nOutcome at step 1"
-    assert Path(found["REPORT"]).exists()
+    assert found["OUTCOME"] == rf"stopped by Odd\x1b[2J\nOutcome at step {step}"
+    assert Path(found["REPORT"]).is_file() == (step > 0)
 
 
 def test_a_stall_is_told_while_it_lasts(note: Path) -> None:
