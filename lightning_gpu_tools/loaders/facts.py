@@ -11,24 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
-from lightning_gpu_tools.loaders.held import (
-    Held,
-    attributes,
-    contents_of,
-    held_by,
-    is_of_library,
-    is_open,
-    name_of,
-)
+from lightning_gpu_tools.loaders.held import Held, attributes, contents_of, held_by, is_of_library, is_open, name_of
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR, forks_workers
 from lightning_gpu_tools.training.run_measurements import LoaderFacts
 

@@ -10,18 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from loader_switching import (
-    CHANGES,
-    ITEMS,
-    LOADERS,
-    Drawing,
-    Items,
-    SwitchAt,
-    arguments,
-    assert_equal,
-    settings,
-    train,
-)
+from loader_switching import CHANGES, ITEMS, LOADERS, Drawing, Items, SwitchAt, arguments, assert_equal, settings, train
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.types import LoaderSettings

@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.examples import GIB, NO_WORKERS, a_host
 from lightning_gpu_tools.advice.loader_plan import LoadCost
-from lightning_gpu_tools.loaders.plan import (
-    LoaderCase,
-    Step,
-    choose,
-    max_workers,
-    next_trial,
-    step_cost,
-    why_no_search,
-)
+from lightning_gpu_tools.loaders.plan import LoaderCase, Step, choose, max_workers, next_trial, step_cost, why_no_search
 from lightning_gpu_tools.training.run_measurements import LoaderTrial
 from lightning_gpu_tools.types import LoaderSettings
 

@@ -11,16 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rank_processes import run_ranks
-from trainings import (
-    Boom,
-    HandClock,
-    Model,
-    Samples,
-    SpendingLogger,
-    background_threads,
-    loader,
-    quiet_trainer,
-)
+from trainings import Boom, HandClock, Model, Samples, SpendingLogger, background_threads, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning

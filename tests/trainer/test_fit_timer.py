@@ -10,16 +10,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.profilers import Profiler, SimpleProfiler
-from trainings import (
-    HandClock,
-    Model,
-    Samples,
-    Spending,
-    SpendingLogger,
-    Watch,
-    loader,
-    quiet_trainer,
-)
+from trainings import HandClock, Model, Samples, Spending, SpendingLogger, Watch, loader, quiet_trainer
 
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 

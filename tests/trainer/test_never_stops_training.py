@@ -12,12 +12,7 @@ from lightning.pytorch import Callback, seed_everything
 from loader_switching import frozen_states
 from trainings import Boom, Model, Samples, background_threads, fault_in, loader, quiet_trainer
 
-from lightning_gpu_tools import (
-    GPUUtilizationAdvisor,
-    GPUUtilizationMonitor,
-    NumWorkersFinder,
-    PortableCheckpointIO,
-)
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, PortableCheckpointIO
 from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.loaders.passes import Loading
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
