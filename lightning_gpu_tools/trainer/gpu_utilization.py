@@ -129,7 +129,7 @@ class GPUUtilizationMonitor(GuardedCallback):
             stall_after_s=self.stall_after_s,
             folder=folder,
         )
-        self._reporter = RunReporter(session, folder, None if advisor is None else advisor.thresholds)
+        self._reporter = RunReporter(session, folder, None if advisor is None else advisor._thresholds)
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -192,12 +192,12 @@ class GPUUtilizationMonitor(GuardedCallback):
 
     def _end(self, outcome: str, timeout_s: float) -> None:
         if self._session is not None and self._session.is_of_parent:
-            self._session = None
+            self._session = self._reporter = None
             return
         if self._reporter is not None:
             diagnosis = self._reporter.finish(outcome, timeout_s)
             if self._advisor is not None:
-                self._advisor.last_diagnosis = diagnosis or self._advisor.last_diagnosis
+                self._advisor._diagnosis = diagnosis or self._advisor._diagnosis
         self._give_up()
 
     @override
@@ -249,11 +249,11 @@ class GPUUtilizationAdvisor(GuardedCallback):
         min_steps: int = MIN_STEPS,
         min_seconds: float = MIN_SECONDS,
     ) -> None:
-        self.thresholds = check_thresholds(min_utilization_percent, min_steps, min_seconds)
+        self._thresholds = check_thresholds(min_utilization_percent, min_steps, min_seconds)
         self.min_utilization_percent = min_utilization_percent
         self.min_steps = min_steps
         self.min_seconds = min_seconds
-        self.last_diagnosis: Diagnosis | None = None
+        self._diagnosis: Diagnosis | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in _OF_A_RUN}
@@ -261,7 +261,7 @@ class GPUUtilizationAdvisor(GuardedCallback):
     @property
     def diagnosis(self) -> Diagnosis | None:
         """The diagnosis of the running fit, or of the last one, or of validate, test or predict; ``None`` before."""
-        return (conclude(self._session) if self._session is not None else None) or self.last_diagnosis
+        return (conclude(self._session) if self._session is not None else None) or self._diagnosis
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
