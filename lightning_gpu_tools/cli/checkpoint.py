@@ -6,7 +6,7 @@ import argparse
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_gpu_tools.checkpoints import formats
@@ -22,7 +22,7 @@ from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, SUFFIXES, 
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.files import exists
 from lightning_gpu_tools.patches import collector_paused
-from lightning_gpu_tools.units import format_bytes, format_duration, line_width, printable, printable_path, wrapped
+from lightning_gpu_tools.units import format_bytes, format_duration, printable, printable_path, wrapped
 
 _ANY = "a file, a folder with a checkpoint or its shards, their index file, or the URL of a file"
 _EXIT_CODES = "Exit code: 0 done; 1 failed, with the reason on stderr; 2 wrong usage."
@@ -122,11 +122,10 @@ def _weight_lines(name: str, weights: Mapping[str, Any]) -> list[str]:
     if wrappers:
         counts = (f'"{segment}." ({count})' for segment, count in sorted(wrappers.items()))
         lines.append("  in the keys: " + ", ".join(counts))
-    rows = [("key", "shape", "dtype", "size")]
     for (shape, dtype, _, size_bytes, *_), keys in groups.items():
-        size = format_bytes(size_bytes * len(keys)) if size_bytes else "-"
-        rows.append((", ".join(group_keys(keys)), shape, dtype, size))
-    return lines + _table(rows)
+        size = f", {format_bytes(size_bytes * len(keys))}" if size_bytes else ""
+        lines.append(wrapped(f"  {', '.join(group_keys(keys))}: {shape} {dtype}{size}", others="    "))
+    return lines
 
 
 def _facts(info: Any) -> tuple[str, str, int, int]:
@@ -140,20 +139,6 @@ def _facts(info: Any) -> tuple[str, str, int, int]:
     shape = "-" if info.shape is None else shown_shape(info.shape)
     dtype = printable(f"{info.dtype}{kind and f' ({kind})'}", 40)
     return shape, dtype, numel, numel * BYTES_OF_DTYPE.get(info.dtype, 0) * is_block
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return rows as aligned lines of at most 100 columns. A longer name gets its own line."""
-    longest, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    first = min(longest, line_width() - 2 - sum(widths) - 2 * len(widths))
-    lines = []
-    for name, *cells in rows:
-        if len(name) > first:
-            lines.append(f"  {name}")
-            name = ""
-        aligned = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        lines.append(f"  {name.ljust(first)}  {aligned}".rstrip())
-    return lines
 
 
 @collector_paused()
