@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader, Dataset
 from toys import TrainedBySGD, compute
 
 from lightning_gpu_tools import GPUUtilizationAdvisor
-from lightning_gpu_tools.advice.lost_time import without_warm_up
 from lightning_gpu_tools.types import Diagnosis
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -143,7 +142,7 @@ def train(case: Case, num_workers: int) -> tuple[float, Diagnosis]:
         trainer = quiet_trainer(folder, max_steps=TRAINED_STEPS, callbacks=[advisor, explained])
         trainer.fit(case.model(), loader)
     assert advisor.diagnosis is not None
-    return median(block.step_s for block in without_warm_up(explained.clock.blocks)), advisor.diagnosis
+    return median(block.step_s for block in explained.clock.blocks), advisor.diagnosis
 
 
 def run(case: Case) -> dict[str, Any]:

@@ -130,7 +130,7 @@ MEASURED = {
     ),
     "a stream that does not split": Measured(
         "data_loading too_few_workers", cpu_run(WAITS, **_facts(is_iterable=True, splits=False)), 0.75,
-        "Split what `__iter__` reads by torch.utils.data.get_worker_info()",
+        "split what `__iter__` reads by torch.utils.data.get_worker_info()",
     ),
     "a dataset with an open file": Measured(
         "data_loading too_few_workers", cpu_run(WAITS, **_facts(open_files=("Photos.file",))), 0.75,
@@ -138,15 +138,7 @@ MEASURED = {
     ),
     "fewer shards than workers": Measured(
         "data_loading too_few_workers", cpu_run(WAITS, **_facts(is_iterable=True, splits=True, shards=2)), 0.75,
-        "at most as many workers as shards, and `Photos` has 2",
-    ),
-    "rows of tensors, one by one": Measured(
-        "data_loading cpu_bound",
-        cpu_run(
-            WAITS, load_cpu_ms=29, loader=dataclasses.replace(NO_WORKERS, batch_size=4096),
-            **_facts(is_table=True, sampler="RandomSampler"),
-        ),
-        0.75, "sampler=BatchSampler(RandomSampler(dataset), 4096, drop_last=False)",
+        "the dataset has 2 shards",
     ),
     "samples that take no longer than to call for them": Measured(
         "data_loading cpu_bound",

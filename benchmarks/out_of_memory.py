@@ -442,7 +442,7 @@ CASES = {
         allocator="PYTORCH_ALLOC_CONF=expandable_segments:True",
     ),
     "a batch too large for a limit": Case(
-        "batch_too_large", "forward", "Raise it: torch.cuda.set_per_process", batches=partial(Batches, 512),
+        "batch_too_large", "forward", "batch_size=", batches=partial(Batches, 512),
         allocator="PYTORCH_ALLOC_CONF=per_process_memory_fraction:{fraction},garbage_collection_threshold:0.8",
     ),
     "a batch that fits in forward alone, cudaMallocAsync": Case(

@@ -35,10 +35,8 @@ _DESCRIPTIONS = {"says", "change", "begins", "rows", "time"}
 # Texts of this kind that advise nothing, or nothing that a test here can do, with the reason.
 _EXCEPTIONS = {
     "[Ee]rror(?: \\[CUDA\\])?: out of memory": "a pattern for errors of others",
-    "Code outside run.batches() takes": "the beginning of a reason",
     "cuda.cuInit(0) == 0": "a program",
     "LIGHTNING_GPU_TOOLS=advise has no effect": "the beginning of a warning",
-    "Speedup with num_workers={}: {} to {}{}": "an estimate, which the search that it names measures",
     "/dev/shm is too small for their batches": "needs another container",
     "no_sync() in 3 of 4 batches": "a part of the message of communication",
     "(CUDA graphs)": "compiled kernels compute nothing on simulated GPUs",

@@ -1,7 +1,5 @@
 """The diagnosis of a run: its causes in their order, the verdict on them, the reason, and what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Synthetic runs, out-of-memory errors and stalls: the sick and healthy examples of causes, also used by tests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -47,11 +45,7 @@ def a_host(cores: float = 64, **options: Any) -> HostBudget:
 
 
 def a_block(
-    phase_ms: Mapping[str, float],
-    steps: int = 10,
-    *,
-    cpu_ms: float = 0.0,
-    load_cpu_ms: float = 0.0,
+    phase_ms: Mapping[str, float], steps: int = 10, *, cpu_ms: float = 0.0, load_cpu_ms: float = 0.0
 ) -> StepBlock:
     """Return steps with these milliseconds per phase, and with the times of the step and of the loader on the CPU."""
     return StepBlock(
@@ -73,23 +67,21 @@ def gpu_run(
 ) -> RunMeasurements:
     """Return 200 steps on a GPU, or enough for a verdict if that is more, each with these milliseconds per phase."""
     step_s = sum(phase_ms.values()) / 1e3
-    times = {"cpu_ms": cpu_ms, "load_cpu_ms": load_cpu_ms}
-    steps = 20 * max(10, math.ceil(AT_END * MIN_SECONDS / 20 / step_s) if step_s else 0)
-    return RunMeasurements(
-        **{
-            "wall_s": steps * step_s,
-            "steps": steps,
-            "phase_s": {phase: steps * ms / 1e3 for phase, ms in phase_ms.items()},
-            "blocks": [a_block(phase_ms, steps // 20, **times)] * 20,
-            "host": a_host(),
-            "on_gpu": True,
-            "utilization_percent": utilization,
-            "loader": LOADER,
-            "precision": "32-true",
-            "matmul_precision": "highest",
-            **options,
-        }
-    )
+    per_block = max(10, math.ceil(AT_END * MIN_SECONDS / 20 / step_s) if step_s else 0)
+    block = a_block(phase_ms, per_block, cpu_ms=cpu_ms, load_cpu_ms=load_cpu_ms)
+    usual: dict[str, Any] = {
+        "wall_s": 20 * per_block * step_s,
+        "steps": 20 * per_block,
+        "phase_s": {phase: 20 * per_block * ms / 1e3 for phase, ms in phase_ms.items()},
+        "blocks": [block] * 20,
+        "host": a_host(),
+        "on_gpu": True,
+        "utilization_percent": utilization,
+        "loader": LOADER,
+        "precision": "32-true",
+        "matmul_precision": "highest",
+    }
+    return RunMeasurements(**{**usual, **options})
 
 
 def cpu_run(phase_ms: Mapping[str, float], **options: Any) -> RunMeasurements:
@@ -99,11 +91,8 @@ def cpu_run(phase_ms: Mapping[str, float], **options: Any) -> RunMeasurements:
 
 def watched(operations: float = 400, line: int | None = None) -> dict[str, Any]:
     """Return the options of a run with this many operations per step, and a line that waits for the GPU each step."""
-    sync = SourceLine(
-        phase="training_step/forward", file="train.py", line=line or 0, function="training_step", samples=10
-    )
-    syncs = () if line is None else (sync,)
-    return {"watched": WatchedSteps(steps=5, operations=operations, syncs=syncs)}
+    sync = SourceLine(phase=FORWARD, file="train.py", line=line or 0, function="training_step", samples=10)
+    return {"watched": WatchedSteps(steps=5, operations=operations, syncs=() if line is None else (sync,))}
 
 
 def on_hopper(*, compute_capability: tuple[int, int] = (9, 0), **changes: Any) -> dict[str, Any]:
@@ -157,6 +146,11 @@ FLAT = [(step, 8.0 * GIB) for step in range(1, 100)]
 GROWING = [(step, (8 + 0.1 * step) * GIB) for step in range(1, 100)]
 
 
+MODEL = MemoryHoldings(
+    parameters_bytes=2 * GIB, gradients_bytes=2 * GIB, gradients_kept_bytes=2 * GIB, optimizer_bytes=3 * GIB
+)
+
+
 def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
     """Return the memory of a rank: steps of one size, with 2 GiB each of parameters and gradients, and 3 of states.
 
@@ -187,9 +181,7 @@ def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
     held = (Block(1, begin - 2 * GIB),), (Block(2, 2 * GIB),)
     return RankMemory(
         latest=reading(begin),
-        holdings=MemoryHoldings(
-            parameters_bytes=2 * GIB, gradients_bytes=2 * GIB, gradients_kept_bytes=2 * GIB, optimizer_bytes=3 * GIB
-        ),
+        holdings=MODEL,
         first_step=first,
         last_step=last,
         recorded=(replace(last, segments=held, events=events),),
@@ -198,36 +190,25 @@ def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
     )
 
 
-def an_error(
-    *,
-    requested: int = 200 * MIB,
-    allocated: int = 22 * GIB,
-    cached: int = 0,
-    free: int = 10 * MIB,
-    allowed: int | None = None,
-    **known: Any,
-) -> OutOfMemory:
-    """Return an error of torch on a GPU of 24 GiB, where forward could not allocate ``requested`` bytes."""
+def an_error(*, allocated: int = 22 * GIB, cached: int = 0, **known: Any) -> OutOfMemory:
+    """Return an error of torch on a GPU of 24 GiB, where forward could not allocate 200 MiB."""
     usual = {
+        "requested_bytes": 200 * MIB,
+        "total_bytes": 24 * GIB,
+        "free_bytes": 10 * MIB,
         "reading": MemoryReading(allocated_bytes=allocated, reserved_bytes=allocated + cached),
-        "phase": "training_step/forward",
+        "phase": FORWARD,
         "step": 12,
         "uuid": "GPU-0",
-        "model": MemoryHoldings(parameters_bytes=2 * GIB, gradients_bytes=2 * GIB, optimizer_bytes=3 * GIB),
+        "model": MODEL,
         "fusible": ("AdamW",),
     }
-    return OutOfMemory(
-        requested_bytes=requested,
-        total_bytes=24 * GIB,
-        free_bytes=free,
-        allowed_bytes=allowed,
-        **{**usual, **known},
-    )
+    return OutOfMemory(**{**usual, **known})
 
 
 def failed(**options: Any) -> MemoryFacts:
     """Return the same error of a run on this GPU."""
-    return gpu_run(STEP, 95.0), an_error(**options)
+    return MemoryFacts(gpu_run(STEP, 95.0), an_error(**options))
 
 
 STEPS_OF_64 = counted_steps(64, 8 * GIB, 18 * GIB)

@@ -1,11 +1,9 @@
 """The types of a cause, a finding and a diagnosis, and what causes share: thresholds, intervals, source lines. Pure."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Final, Generic, Literal, NamedTuple, TypeVar
@@ -70,6 +68,8 @@ class Finding:
     advice: str
     basis: Basis = "measured"
 
+
+Findings = Iterator[Finding]
 
 # The best machine on which a cause was found in a real run; "measurements": so far only in synthetic measurements.
 Machine = Literal["measurements", "cpu", "simulated GPU", "hardware"]
@@ -269,23 +269,20 @@ def seen_in(lines: Sequence[SourceLine], *phases: str) -> list[SourceLine]:
     return sorted(found, key=lambda line: (-line.samples, line.file, line.line, line.function))
 
 
-def top_lines(lines: Sequence[SourceLine], *phases: str) -> list[tuple[SourceLine, float]]:
-    """Return the lines with the largest shares of these phases; none if there are too few samples."""
-    seen = seen_in(lines, *phases)
-    whole = sum(line.samples for line in seen)
-    if whole < MIN_SAMPLES:
-        return []
-    return [(line, line.samples / whole) for line in seen if line.samples >= _MIN_SHARE * whole][:_MAX_LINES]
-
-
-def top_source_lines(lines: Sequence[SourceLine], *phases: str) -> str | None:
-    """Return the lines that take the time of these phases, in the format of ``evidence["source_lines"]``.
+def top_lines(lines: Sequence[SourceLine], *phases: str, whose: str = "this time") -> tuple[str | None, str]:
+    """Return the lines with the largest shares of these phases, and a sentence about the first if it is the program's.
 
     ``"data.py:41 in decode (62%), data.py:57 in __getitem__ (20%)"``; ``None`` if there are too few samples.
     """
-    named = top_lines(lines, *phases)
-    places = [f"{in_words(line.file, line.line, line.function)} ({100 * share:.0f}%)" for line, share in named]
-    return ", ".join(places) or None
+    seen = seen_in(lines, *phases)
+    whole = sum(line.samples for line in seen)
+    top = [line for line in seen if line.samples >= _MIN_SHARE * whole][:_MAX_LINES]
+    if whole < MIN_SAMPLES or not top:
+        return None, ""
+    places = [(in_words(line.file, line.line, line.function), 100 * line.samples / whole) for line in top]
+    place, percent = places[0]
+    sentence = f"{percent:.0f}% of {whose} is at {place}." if is_of_program(top[0].file) else ""
+    return ", ".join(f"{place} ({percent:.0f}%)" for place, percent in places), sentence
 
 
 def holding(lines: Sequence[MemoryLine]) -> str | None:
@@ -296,11 +293,3 @@ def holding(lines: Sequence[MemoryLine]) -> str | None:
     whole = sum(line.bytes for line in lines)
     named = [line for line in lines if is_of_program(line.file) and line.bytes >= _MIN_SHARE * whole][:_MAX_LINES]
     return ", ".join(f"{in_words(*line[3:])} ({format_bytes(line.bytes)})" for line in named) or None
-
-
-def top_line_sentence(lines: Sequence[SourceLine], *phases: str, whose: str = "this time") -> str:
-    """Return a sentence about the line that takes most of these phases; empty if it is not in the program."""
-    for line, share in top_lines(lines, *phases)[:1]:
-        if is_of_program(line.file):
-            return f"{100 * share:.0f}% of {whose} is at {in_words(line.file, line.line, line.function)}."
-    return ""

@@ -1,13 +1,11 @@
 """The number of workers for a DataLoader; trials of settings and their result. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_gpu_tools.advice.findings import Finding, ceiling
+from lightning_gpu_tools.advice.findings import LOADER_SETTINGS, Finding, ceiling
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import LoaderResult, LoaderSettings, LoaderTrial
 
@@ -17,9 +15,6 @@ _HEADROOM = 1.15
 TOLERANCE = 0.03  # smaller differences in predicted speed count as equal
 _SHM_SHARE = 0.8  # queues and unpickling also need room in /dev/shm
 _MEMORY_SHARE = 0.5  # the rest is for memory that training will still take, and for the page cache
-# (spread, prefetch_factor): batches come in order, so all wait for a slow one, and a longer queue bridges that.
-# These are the spreads of log-normal distributions whose 95th percentile is 3 or 1.5 medians.
-_PREFETCH_FROM_SPREAD = ((1.25, 8), (1.03, 4))
 # A step whose threads wait for each other loses time whenever a worker takes the core of one. The loss is this part of
 # the time that workers take from it, or of its own time, whichever is less. Large matrix products lose the least,
 # convolutions the most. Each is (least, expected, most), from runs of benchmarks/ceilings.py on two cores, of an
@@ -47,7 +42,6 @@ class LoadCost:
     wall_s: float  # of one worker
     cpu_s: float | None = None
     batch_bytes: int | None = None
-    spread: float | None = None  # mean over median of the wall times of single batches
     worker_bytes: int | None = None  # memory that one more worker takes
 
 
@@ -94,11 +88,7 @@ def plan_loader(
     if cost.cpu_s and workers * cost.cpu_s > cores * cost.wall_s:  # workers without a core do not help
         workers = max(1, math.ceil(cores * cost.wall_s / cost.cpu_s))
     limited_by: Limit | None = "cores" if best_s > (1 + TOLERANCE) * step_s else None
-    least_prefetch = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
-    deeper = (factor for spread, factor in _PREFETCH_FROM_SPREAD if (cost.spread or 0.0) > spread)
-    prefetch_factor = max(least_prefetch, next(deeper, _DEFAULT_PREFETCH_FACTOR))
-    while prefetch_factor > least_prefetch and workers > most_workers_in_shm(cost, host, prefetch_factor):
-        prefetch_factor = max(least_prefetch, prefetch_factor // 2)
+    prefetch_factor = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
     limits: dict[Limit, float] = {"shm": most_workers_in_shm(cost, host, prefetch_factor), "memory": math.inf}
     limits["shards"] = math.inf if most_workers is None else most_workers
     if cost.worker_bytes:
@@ -223,8 +213,7 @@ def trial_of(trials: Iterable[LoaderTrial], settings: LoaderSettings | None) -> 
 
 def settings_line(now: LoaderSettings, wanted: LoaderSettings) -> str:
     """Return the changed settings as code: ``"DataLoader(..., num_workers=4, pin_memory=True) (now 0, False)"``."""
-    names = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
-    changed = [name for name in names if getattr(wanted, name) != getattr(now, name)]
+    changed = [name for name in LOADER_SETTINGS if getattr(wanted, name) != getattr(now, name)]
     code = ", ".join(f"{name}={getattr(wanted, name)}" for name in changed)
     return f"DataLoader(..., {code}) (now {', '.join(str(getattr(now, name)) for name in changed)})"
 

@@ -3,8 +3,6 @@
 Pure. Shares are fractions of the wall time.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,8 +16,7 @@ from lightning_gpu_tools.advice.findings import (
     ceiling,
     known,
     mean_interval,
-    top_line_sentence,
-    top_source_lines,
+    top_lines,
 )
 from lightning_gpu_tools.training.phases import (
     HOST_TO_DEVICE_COPY,
@@ -30,7 +27,7 @@ from lightning_gpu_tools.training.phases import (
     VALIDATION,
     base_phase,
 )
-from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements, SourceLine, StepBlock
+from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements, SourceLine
 from lightning_gpu_tools.units import format_duration, printable
 
 BUSY_PERCENT = 80.0  # a GPU that runs a kernel for this much of the time looks well used
@@ -38,18 +35,16 @@ MIN_SHARE = 0.05  # torch's TensorBoard plugin, for the DataLoader: a smaller sh
 _FEW_SMS_PERCENT = 50.0  # DCGM's guide: "likely" ineffective
 # Our defaults.
 _MIN_SAMPLES = 5  # of a phase, to measure the GPU's idle time in it; with fewer, the whole phase counts as idle
-_MAX_UNSETTLED_SHARE = 0.25  # of all blocks
 # The share of gaps between kernels in the time between events. Compared with torch.profiler on an H200, it was 3 to 6%
 # for ResNet-50 and GPT-2, and 33% with hundreds of tiny kernels, whose little work hardly uses the GPU.
 _GAPS = 0.1
-_UNSETTLED = 1.10  # first blocks count as warm-up if this much slower: monitoring tools let windows differ by 10%
 _TINY_STEP_S = 0.005  # a model with shorter steps, and
 _TINY_GPU_S = 0.0005  # less GPU work per step, is too small for a GPU: about a hundred of the shortest kernels
 _MIN_SYNCS_PER_STEP = 0.5  # rarer waits do not affect the steps in between
 _SLOW_LAUNCH_S = 100e-6  # per operation; 10 to 50 us are usual, including the Python code around it
 _NOT_IN_STEP = (HOST_TO_DEVICE_COPY, RANK_WAIT, *PAUSES)
 _REST_SHARE = 0.02  # our default: the share of the cause after the change in the advice
-PARTS_OF_STEP = {"forward": "its forward pass", "backward": "its backward pass", "optimizer": "its optimizer's step"}
+PARTS_OF_STEP = ("forward", "backward", "optimizer")
 FIND_FUNCTION = (
     "Find the slow function: py-spy record --pid PID --duration 30, or python -m cProfile -s tottime SCRIPT."
 )
@@ -114,15 +109,6 @@ def idle_in_step_share(run: RunMeasurements) -> float | None:
     if not run.on_gpu or run.utilization_percent is None:
         return None
     return max(0.0, idle_share(run) - sum(idle_by_phase(run).values()))
-
-
-def without_warm_up(blocks: Sequence[StepBlock]) -> Sequence[StepBlock]:
-    """Drop the first blocks, in which training was still getting faster."""
-    times = [block.step_s for block in blocks]
-    first = 0
-    while first + 1 <= _MAX_UNSETTLED_SHARE * len(blocks) and times[first] > _UNSETTLED * median(times[first + 1 :]):
-        first += 1
-    return blocks[first:]
 
 
 def syncs_in_step(run: RunMeasurements) -> list[SourceLine]:
@@ -191,7 +177,7 @@ def lost_time(
     *,
     begins: str,
     advice: str,
-    evidence: Mapping[str, float | str | None],
+    evidence: Mapping[str, float | str | None] = {},
     phase: str | None = None,
     detail: str = "",
     lines: Sequence[str] = (),
@@ -208,9 +194,8 @@ def lost_time(
     by default all, and ``lower`` its lower bound if it was sampled or may be due to chance.
     """
     detail = detail or f"{format_duration(share * run.step_s)} per step"
-    if lines:
-        evidence = {**evidence, "source_lines": top_source_lines(run.lines, *lines)}
-    hint = top_line_sentence(run.lines, *lines) or (FIND_FUNCTION if has_function else "")
+    source_lines, hint = top_lines(run.lines, *lines)
+    hint = hint or (FIND_FUNCTION if has_function else "")
     bound = ceiling(share if avoidable is None else avoidable)
     surely = share if lower is None else lower
     if run.gpu_idle is not None and run.utilization_percent is not None:
@@ -221,7 +206,9 @@ def lost_time(
         share=share,
         ceiling=bound,
         ceiling_lower=min(bound, ceiling(surely)),
-        evidence=known({"phase": phase, "ms_per_step": 1e3 * share * run.step_s, **evidence}),
+        evidence=known(
+            {"phase": phase, "ms_per_step": 1e3 * share * run.step_s, "source_lines": source_lines, **evidence}
+        ),
         why=f"{begins} {100 * share:.0f}% of the wall time ({detail}).",
         advice=f"{advice} {hint}".strip(),
         basis=basis,
@@ -233,10 +220,10 @@ def phases_of(run: RunMeasurements, group: str) -> list[str]:
     return [phase for phase in run.phase_s if base_phase(phase) == group]
 
 
-def name_of(phase: str) -> tuple[str, str]:
-    """Return the callback, logger, ... of a phase, to print, by default its group; and its method, if it has one."""
+def name_of(phase: str) -> str:
+    """Return the callback, logger, ... of a phase, to print; by default its group."""
     group, _, name = phase.partition("/")
-    return printable(name or group), name.partition(".")[2]
+    return printable(name or group)
 
 
 def lost_in(

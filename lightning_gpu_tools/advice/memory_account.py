@@ -1,7 +1,5 @@
 """The use of a GPU's memory, as parts that add up to what the driver reports. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A stall: a time without progress in training, when it counts, the words for it, and the collective that blocks it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

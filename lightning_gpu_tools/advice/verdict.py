@@ -1,7 +1,5 @@
 """The verdict on a run: which findings count, the reason, and what to do; and that of an out-of-memory error."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,15 +29,9 @@ from lightning_gpu_tools.advice.lost_time import (
     longest_group,
     worked_share,
 )
-from lightning_gpu_tools.advice.out_of_memory import (
-    begin_bytes,
-    is_pool_of_driver,
-    needed_bytes,
-    others_bytes,
-    place_of,
-)
+from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, is_pool_of_driver, place_of
 from lightning_gpu_tools.memory.readings import OutOfMemory
-from lightning_gpu_tools.training.phases import CALLBACK, PAUSES, TRAINING_STEP, UNEXPLAINED, base_phase
+from lightning_gpu_tools.training.phases import PAUSES, TRAINING_STEP, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, plural
 
@@ -55,8 +47,6 @@ def why_not(run: RunMeasurements, cause: Cause[Any], finding: Finding) -> str:
     if reason := cause.why_not(run, finding):
         return reason
     if finding.ceiling < MIN_CEILING:
-        if "wait_ms_per_step" in finding.evidence:
-            return f"a steady step waits only {format_duration(float(finding.evidence['wait_ms_per_step']) / 1e3)}"
         return f"removing one part of it makes {run.activity} less than {100 * (MIN_CEILING - 1):.0f}% faster"
     if finding.ceiling_lower <= MIN_CEILING_LOWER:
         return "it occurs too rarely, or varies too much, to be more than chance"
@@ -110,26 +100,12 @@ def why_of(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding], 
         return findings[0].why
     gpus = "GPUs are" if len(run.ranks) > 1 else "GPU is"
     gpu = "" if busy_percent(run) is None else f"The {gpus} busy {busy_percent(run):.0f}% of the time. "
-    if verdict == "healthy" or not findings:
-        return gpu + (_harmless(run, left_out) or f"Nothing on the host slows {run.activity} down.")
-    return gpu + findings[0].why
-
-
-def _harmless(run: RunMeasurements, left_out: Sequence[LeftOut]) -> str:
-    """Return why the longest line of a healthy run's time tree is not a cause; empty without a long line.
-
-    On a GPU, it may be hidden behind the GPU's work, so only a finding counts.
-    """
-    if run.on_gpu:
-        longest, reason = max(left_out, key=lambda candidate: candidate[0].share, default=(None, ""))
-        return "" if longest is None else f"{longest.why.removesuffix('.')}, but {reason}."
-    group, seconds = longest_group(run, (TRAINING_STEP,))
-    if seconds < MAX_UNNAMED * run.wall_s:
-        return ""
-    about = [candidate for candidate in left_out if group == base_phase(str(candidate[0].evidence.get("phase")))]
-    _, reason = max(about, key=lambda candidate: candidate[0].share, default=(None, "no rule judges it"))
-    label, verb = label_of(group), "take" if group == CALLBACK else "takes"
-    return f"{label[0].upper()}{label[1:]} {verb} {100 * seconds / run.wall_s:.0f}% of the wall time, but {reason}."
+    if findings and verdict != "healthy":
+        return gpu + findings[0].why
+    longest, reason = max(left_out, key=lambda candidate: candidate[0].share, default=(None, ""))
+    if longest is None or longest.share < MAX_UNNAMED:
+        return gpu + f"Nothing on the host slows {run.activity} down."
+    return gpu + f"{longest.why.removesuffix('.')}, but {reason}."
 
 
 def next_step_of(verdict: Verdict, findings: Sequence[Finding]) -> str:
@@ -154,10 +130,8 @@ def of_short_run(
         f"{plural(min_steps, 'step')} and {format_duration(min_seconds)}. The first steps of the run and of each epoch "
         "do not count."
     )
-    too_few = {"min_steps": steady < min_steps, "min_seconds": steady_s < min_seconds}
-    options = " and ".join(name for name, is_short in too_few.items() if is_short)
-    longer = "Train longer" if run.stage == "fit" else "Use more data"
-    change = f"{longer}, or lower {options} of {'GPUUtilizationAdvisor' if run.has_trainer else 'watch()'}."
+    advisor = "GPUUtilizationAdvisor" if run.has_trainer else "watch()"
+    change = f"Run more steps, or lower min_steps or min_seconds of {advisor}."
     group, longest_s = longest_group(run, (TRAINING_STEP, UNEXPLAINED, *PAUSES))
     if longest_s and longest_s >= MAX_UNNAMED * run.wall_s:
         share = f"{100 * longest_s / run.wall_s:.0f}% of the wall time"
@@ -176,11 +150,11 @@ def early_warnings(run: RunMeasurements) -> list[Finding]:
 
 def explain_error(run: RunMeasurements, oom: OutOfMemory) -> tuple[list[Finding], str]:
     """Return the causes of an error, the first one first, and the reason for the verdict."""
-    findings: list[Finding] = []
+    facts, findings = MemoryFacts(run, oom), list[Finding]()
     for name, cause in MEMORY_CAUSES.items():
         if (cause.is_on_host or oom.source != "host") and not (cause.is_last_resort and findings):
-            findings += [replace(finding, cause=name) for finding in cause.find((run, oom))]
-    reading, asked_at = oom.reading, None if oom.asked is None else in_words(*oom.asked[3:])
+            findings += [replace(finding, cause=name) for finding in cause.find(facts)]
+    asked_at = None if oom.asked is None else in_words(*oom.asked[3:])
     evidence: Evidence = {
         "phase": oom.phase,
         "step": oom.step,
@@ -188,11 +162,9 @@ def explain_error(run: RunMeasurements, oom: OutOfMemory) -> tuple[list[Finding]
         "free_bytes": oom.free_bytes,
         "total_bytes": oom.total_bytes,
         "allowed_bytes": oom.allowed_bytes,
-        "allocated_bytes": None if reading is None else reading.allocated_bytes,
-        "cached_bytes": None if reading is None else reading.reserved_bytes - reading.allocated_bytes,
-        "others_bytes": others_bytes(oom) or None,
-        "needed_bytes": None if oom.source == "host" else needed_bytes(oom),
-        "begin_bytes": begin_bytes(oom),
+        "allocated_bytes": facts.allocated_bytes or None,
+        "needed_bytes": None if oom.source == "host" else facts.needed_bytes,
+        "begin_bytes": oom.begin_bytes,
         "asked_at": asked_at,
         "source_lines": holding(oom.lines),
     }
@@ -202,8 +174,8 @@ def explain_error(run: RunMeasurements, oom: OutOfMemory) -> tuple[list[Finding]
         at = f" at {asked_at}" if asked_at else ""
         parts.append(f"{oom.name} asked for {format_bytes(oom.requested_bytes)}{at}")
     # If the driver keeps the free memory (cudaMallocAsync), a limit on torch counts only tensors.
-    if oom.allowed_bytes is not None and reading is not None:
-        held = reading.allocated_bytes if is_pool_of_driver(oom) else reading.reserved_bytes
+    if oom.allowed_bytes is not None and oom.reading is not None:
+        held = facts.allocated_bytes if is_pool_of_driver(oom) else oom.reading.reserved_bytes
         parts.append(f"it uses {format_bytes(held)} of the {format_bytes(oom.allowed_bytes)} allowed")
     elif oom.free_bytes is not None and oom.total_bytes is not None and oom.source != "host":
         parts.append(f"{format_bytes(oom.free_bytes)} of {format_bytes(oom.total_bytes)} were free")

@@ -1,19 +1,17 @@
 """Workers of a DataLoader: whether it may have more, what to change first, and why they ended training. Pure."""
 
-from __future__ import annotations
-
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_gpu_tools.training.run_measurements import LoaderFacts
-from lightning_gpu_tools.units import format_bytes, plural, printable
+from lightning_gpu_tools.units import plural, printable
 
 _MAX_NAMED = 3  # our default
 _BY_INFO = "torch.utils.data.get_worker_info(): files[info.id::info.num_workers], or all if info is None."
 # How a stream gets a part for each worker.
-_SPLIT = f"Split what `__iter__` reads by {_BY_INFO}"
+_SPLIT = f"If two workers yield each sample twice, split what `__iter__` reads by {_BY_INFO}"
 _SPLIT_WEBDATASET = "Add webdataset.split_by_worker to its pipeline, after the list of shards."
 OPEN_IN_WORKER = "Open it in the worker, when it loads its first sample. Load no sample before the workers start."
 
@@ -23,9 +21,24 @@ def obstacles(facts: LoaderFacts | None) -> str:
 
     Without its facts, nothing is known against them.
     """
+    found = []
     if facts is None or not facts.is_torch:
         return ""
-    return " ".join(f"{why[0].upper()}{why[1:]}. {first}" for why, first in _obstacles(facts))
+    if facts.is_daemonic:
+        found.append(
+            "This process is daemonic and may not start workers. Start it with "
+            "multiprocessing.Process(daemon=False), or with concurrent.futures.ProcessPoolExecutor()."
+        )
+    if facts.open_files:
+        verb = "is" if len(facts.open_files) == 1 else "are"
+        found.append(f"{named(facts.open_files)} {verb} open, and forked workers would share it. {OPEN_IN_WORKER}")
+    if facts.is_iterable and not facts.splits:
+        split = _SPLIT_WEBDATASET if facts.is_webdataset else _SPLIT
+        found.append(
+            f"{_code(facts.dataset)} is iterable, and does not split its samples by worker, as far as its code shows. "
+            f"{split}"
+        )
+    return " ".join(found)
 
 
 def most_workers(facts: LoaderFacts | None) -> int | None:
@@ -33,30 +46,6 @@ def most_workers(facts: LoaderFacts | None) -> int | None:
     if facts is None or not facts.is_torch or not facts.is_iterable or facts.shards is None:
         return None
     return max(1, facts.shards // facts.ranks)
-
-
-def _obstacles(facts: LoaderFacts) -> Iterator[tuple[str, str]]:
-    """Yield each reason why the loader cannot have workers yet, and what to change."""
-    if facts.is_daemonic:
-        yield (
-            "this process is daemonic and may not start workers",
-            "Start it with multiprocessing.Process(daemon=False), or with concurrent.futures.ProcessPoolExecutor().",
-        )
-    if facts.open_files:
-        verb = "is" if len(facts.open_files) == 1 else "are"
-        yield f"{named(facts.open_files)} {verb} open, and forked workers would share it", OPEN_IN_WORKER
-    if facts.is_iterable and not facts.splits:
-        stream = _code(facts.dataset)
-        if facts.splits is None:
-            yield (
-                f"{stream} is iterable, and its code does not show whether it splits its samples by worker",
-                f"If two workers yield each sample twice, split what it reads by {_BY_INFO}",
-            )
-        else:
-            yield (
-                f"{stream} is iterable and does not split by worker, so each worker would yield all samples",
-                _SPLIT_WEBDATASET if facts.is_webdataset else _SPLIT,
-            )
 
 
 def why_not_searched(facts: LoaderFacts) -> str | None:
@@ -152,28 +141,25 @@ def without_index(text: str) -> str:
     return _INDEX.sub("", text)
 
 
-def how_it_ended(exitcode: int, oom_kills: int = 0, shm_bytes: int | None = None) -> Failure:
+def how_it_ended(exitcode: int, oom_kills: int = 0) -> Failure:
     """Return why a worker process exited, as the end of a sentence; ``oom_kills`` is the kernel's count then."""
     if exitcode >= 0:
         return Failure(f"exited with exit code {exitcode}", "Search the dataset for os._exit and sys.exit.")
     number = -exitcode
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    if name == "SIGKILL":
-        if oom_kills:
-            return Failure("was killed by the kernel, because memory ran out", _MEMORY)
+    if name == "SIGKILL" and oom_kills:
+        return Failure("was killed by the kernel, because memory ran out", _MEMORY)
+    if name in ("SIGKILL", "SIGTERM"):
         return Failure(
-            "was killed by SIGKILL, but not by the kernel for lack of memory",
-            "Find out who sent it: a scheduler with its own limit, or a person.",
+            f"was killed by {name}, but not by the kernel for lack of memory",
+            "Find out who sent it: a scheduler with its own limit, a launcher, or a person.",
         )
     if name == "SIGBUS":
-        size = "" if shm_bytes is None else f" (it has {format_bytes(shm_bytes)})"
-        return Failure(f"was killed by SIGBUS: most likely /dev/shm is full{size}", SHARED_MEMORY)
-    if name == "SIGTERM":
-        return Failure("was terminated by SIGTERM", "A scheduler, a launcher or a person sent it.")
+        return Failure("was killed by SIGBUS: most likely /dev/shm is full", SHARED_MEMORY)
     return Failure(f"crashed ({name}) in native code", _CRASH)
 
 
-def failure_of_workers(exits: Sequence[tuple[int, int, int]], oom_kills: int, shm_bytes: int | None) -> Failure | None:
+def failure_of_workers(exits: Sequence[tuple[int, int, int]], oom_kills: int) -> Failure | None:
     """Return the failure of training whose workers died; ``None`` if none did.
 
     Of each of them, ``exits`` has the number in the loader, the PID, and the exit code.
@@ -182,26 +168,24 @@ def failure_of_workers(exits: Sequence[tuple[int, int, int]], oom_kills: int, sh
         return None
     # A signal to one worker makes torch end the others.
     number, pid, code = min(exits, key=lambda one: (one[2] >= 0, one[2] == -signal.SIGTERM, one[0]))
-    how = how_it_ended(code, oom_kills, shm_bytes)
+    how = how_it_ended(code, oom_kills)
     return how._replace(what=f"worker {number} of the DataLoader (PID {pid}) {how.what}")
 
 
-def failure_of_dataset(text: str, index: str | None, shm_bytes: int | None) -> Failure | None:
+def failure_of_dataset(text: str, index: str | None) -> Failure | None:
     """Return the dataset's failure from an error's text; ``index`` is the sample that the training process loaded."""
     caught, noted = _IN_WORKER.search(text), _INDEX.search(text)
     if caught is not None and _NO_SPACE.search(text):
-        size = "" if shm_bytes is None else f" of {format_bytes(shm_bytes)}"
-        full = f"could not write to /dev/shm{size}, because it is full"
-        return Failure(f"worker {caught[2]} of the DataLoader {full}", SHARED_MEMORY)
+        return Failure(
+            f"worker {caught[2]} of the DataLoader could not write to /dev/shm, because it is full", SHARED_MEMORY
+        )
     index = noted[1] if noted is not None else index
     if caught is None and index is None:
         return None
     where = "" if index is None else f" at index {printable(index)}"
-    sample = (
-        "The error includes its traceback."
-        if index is None
-        else f"Load this sample alone: dataset[{printable(index)}]."
-    )
+    sample = "The error includes its traceback."
+    if index is not None:
+        sample = f"Load this sample alone: dataset[{printable(index)}]."
     if caught is None:
         return Failure(f"the dataset failed{where}", sample)
     return Failure(f"the dataset raised {caught[1]}{where} in worker {caught[2]}", sample)

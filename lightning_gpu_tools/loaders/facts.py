@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from lightning_gpu_tools.loaders.held import Held, attributes, contents_of, held_by, is_of_library, is_open, name_of
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR, forks_workers
@@ -37,7 +37,7 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
     if not isinstance(loader, DataLoader):
         return LoaderFacts(kind=shown, name=name, is_torch=False, is_iterator=hasattr(kind, "__next__"))
     dataset: Any = loader.dataset
-    held, batch_sampler = held_by(dataset), loader.batch_sampler
+    held = held_by(dataset)
     of_collate = [] if loader.collate_fn is default_collate else held_by(loader.collate_fn)
     shared = [*held, *of_collate] if forks_workers(loader) else []  # other workers get copies, or do not start
     is_iterable, things = isinstance(dataset, IterableDataset), [item.thing for item in held]
@@ -53,9 +53,6 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
         in_order=loader.in_order,
         own_iterator=getattr(kind, GET_ITERATOR, None) is not getattr(DataLoader, GET_ITERATOR, None),
         contents=contents_of(held),
-        sampler=type(loader.sampler).__name__ if type(batch_sampler) is BatchSampler else "",
-        drop_last=loader.drop_last,
-        collates=loader.collate_fn is default_collate,
         is_table=_is_table(dataset),
         is_iterable=is_iterable,
         splits=_splits(dataset, things, loader.worker_init_fn) if is_iterable else None,

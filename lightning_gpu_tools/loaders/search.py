@@ -103,12 +103,11 @@ class Trials:
             worker_sizes = private_memory_bytes([worker.pid for worker in batches.workers if worker.pid])
         times_s, cpu_s, sizes = zip(*ready, strict=True)
         wall_s = [later_s - one_s for one_s, later_s in itertools.pairwise(times_s)]
-        mean_s, typical_s = statistics.mean(wall_s), statistics.median(wall_s)
+        mean_s = statistics.mean(wall_s)
         cost = LoadCost(
             wall_s=mean_s,
             cpu_s=(cpu_s[-1] - cpu_s[0]) / len(wall_s),
             batch_bytes=max(sizes) or None,
-            spread=mean_s / typical_s if typical_s > 0 else None,
             worker_bytes=max(worker_sizes, default=None),
         )
         return cost, max(0.0, start_s - mean_s)

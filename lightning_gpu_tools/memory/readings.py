@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from lightning_gpu_tools.gpus.metrics import GpuSample
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
-from lightning_gpu_tools.training.phases import UNEXPLAINED
+from lightning_gpu_tools.training.phases import UNEXPLAINED, VALIDATION, base_phase
 from lightning_gpu_tools.units import MAX_BYTES
 
 
@@ -220,6 +220,15 @@ class OutOfMemory:
     strays: Mapping[int, int] = field(default_factory=dict)  # PID -> rank of those of this job on other GPUs
     orphans: tuple[int, ...] = ()  # processes on this GPU whose parent has ended
     oom_kills: int = 0  # by the kernel, during the run
+
+    @property
+    def begin_bytes(self) -> int | None:
+        """The size of all tensors when this step or validation batch began, with its batch.
+
+        If the batches of validation are unknown, it is the size when the last step began.
+        """
+        begins = (base_phase(self.phase) == VALIDATION and self.validation_begins) or self.begins
+        return int(begins[-1][1]) if begins else None
 
 
 OF_HOST = OutOfMemory(source="host", name="the program")

@@ -12,14 +12,13 @@ from types import FrameType
 import torch
 
 from lightning_gpu_tools.advice.findings import is_of_program
-from lightning_gpu_tools.advice.out_of_memory import begin_bytes, is_out_of_memory
+from lightning_gpu_tools.advice.out_of_memory import is_out_of_memory
 from lightning_gpu_tools.advice.workers import (
     Failure,
     failure_of_dataset,
     failure_of_workers,
     not_picklable,
 )
-from lightning_gpu_tools.host import shared_memory_bytes
 from lightning_gpu_tools.loaders.workers import OF_LIVING_WORKERS, wait_for_exit_codes
 from lightning_gpu_tools.memory.holdings import count_holdings
 from lightning_gpu_tools.memory.readings import (
@@ -70,14 +69,14 @@ def worker_exits(run: Run, error: BaseException) -> list[tuple[int, int, int]]:
 
 def failure_of(error: BaseException, exits: Sequence[tuple[int, int, int]], oom_kills: int) -> Failure | None:
     """Return the failure that ended training, if known beyond its error."""
-    frames, shm_bytes = _frames(error), shared_memory_bytes()
+    frames = _frames(error)
     # Only "dump": code in the same file that receives tensors from a worker fails if the worker has died.
     codes = [frame.f_code for frame in frames]
     is_pickling = any(c.co_name == "dump" and c.co_filename.endswith("multiprocessing/reduction.py") for c in codes)
     if is_pickling and any("torch/utils/data/" in code.co_filename for code in codes):
         return not_picklable(str(error))
-    dead = failure_of_workers(exits, oom_kills, shm_bytes)
-    return dead or failure_of_dataset(str(error), compat.index_of(frames), shm_bytes)
+    dead = failure_of_workers(exits, oom_kills)
+    return dead or failure_of_dataset(str(error), compat.index_of(frames))
 
 
 def _frames(error: BaseException) -> list[FrameType]:
@@ -148,7 +147,7 @@ def with_facts(
     if not is_out_of_memory(found):
         return None
     if counters is not None:
-        counters.note_failure(begin_bytes(found), found.reading)
+        counters.note_failure(found.begin_bytes, found.reading)
     return found
 
 

@@ -159,9 +159,6 @@ class LoaderFacts:
     in_order: bool = True  # whether its batches come in the sampler's order
     own_iterator: bool = False  # whether its class has its own _get_iterator
     contents: int = 0  # a number that changes when attributes of the dataset do
-    sampler: str = ""  # class of its sampler; empty with a batch sampler of the program
-    drop_last: bool = False  # whether it leaves out an incomplete batch
-    collates: bool = True  # whether torch's own function puts the samples of a batch together
     # Whether a sample is one row of tensors or arrays, so that a list of indices fetches a whole batch
     is_table: bool = False
 

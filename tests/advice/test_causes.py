@@ -24,7 +24,7 @@ from lightning_gpu_tools.advice.examples import (
     gpu_run,
     watched,
 )
-from lightning_gpu_tools.advice.findings import Finding, top_line_sentence, top_source_lines
+from lightning_gpu_tools.advice.findings import Finding, top_lines
 from lightning_gpu_tools.advice.lost_time import FIND_FUNCTION, idle_in_step, idle_in_step_share
 from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import (
@@ -38,12 +38,6 @@ from lightning_gpu_tools.training.run_measurements import (
 def validated(ms: float, **options: Any) -> RunMeasurements:
     """Return 200 steps of 20 ms, with a validation that takes so long per step."""
     return cpu_run({"training_step": 20, "validation": 4 * ms}, **{"validations": 20, **options})
-
-
-def restarting(share: float) -> dict[str, Any]:
-    """Return the options of a run of which 4 s were validation, with the share of starting workers in it."""
-    loader = dataclasses.replace(LOADER, persistent_workers=False)
-    return {"validation_loaders": (loader,), "validation_start_s": 4 * share}
 
 
 def spending(phase: str, **options: Any) -> RunMeasurements:
@@ -60,33 +54,16 @@ def first(run: RunMeasurements) -> Finding:
 
 
 @pytest.mark.parametrize(
-    ("options", "advised", "not_advised"),
-    [
-        ({}, "torch.compile(model", "already"),
-        ({"recompiled": ()}, "mode='reduce-overhead' (CUDA graphs) in your torch", "(model"),
-    ],
-)
-def test_a_change_that_is_made_already_is_not_advised(options: dict[str, Any], advised: str, not_advised: str) -> None:
-    finding = first(gpu_run(STEP, 40.0, **watched(operations=1500), **options))
-    assert finding.cause == "launch_bound"
-    assert advised in finding.advice
-    assert not_advised not in finding.advice
-
-
-@pytest.mark.parametrize(
     ("run", "words"),
     [
+        (gpu_run(STEP, 40.0, **watched(operations=1500)), "Use torch.compile(model"),
+        (gpu_run(STEP, 40.0, **watched(operations=1500), recompiled=()), "Use mode='reduce-overhead' (CUDA graphs) in"),
         (gpu_run(**COPIES, **workers(4)), "Set DataLoader(pin_memory=True) (now False)"),
         (gpu_run(**COPIES), "uint8"),
-        (spending("logging/A", log_every_n_steps=10), "log_every_n_steps=1000)"),
-        (spending("callback/StepLR.step"), '"frequency": 200'),
-        (spending("callback/A"), "do its work only in every 200th step."),
-        (validated(5, validation_batches=800), "Use less validation data: Trainer(limit_val_batches=4)."),
+        (spending("callback/StepLR.step"), "Make StepLR.step faster, or run it 200 times less often."),
         (validated(5, validation_batches=20), "Make validation_step faster."),
-        (validated(5, **restarting(0.6)), "persistent_workers=True) (now 4, False)."),
         (validated(5, validation_loaders=(NO_WORKERS,), validation_wait_s=3.0), "num_workers=3, persistent_workers"),
         (validated(20, epochs=20, epoch_steps=10), "check_val_every_n_epoch=10)"),  # more would be too rare
-        (validated(2.5, validations=20, epochs=2, epoch_steps=100), "val_check_interval=50)"),
     ],
 )
 def test_the_advice_fits_the_case(run: RunMeasurements, words: str) -> None:
@@ -117,11 +94,6 @@ def test_idle_time_in_a_step_goes_to_one_reason_or_two(
     assert line is not None or not by_syncs
 
 
-def test_time_with_a_cause_in_the_step_is_not_unexplained_as_well() -> None:
-    run = gpu_run(STEP, 50.0, **watched(line=42))
-    assert [finding.cause for finding in diagnose(run).findings] == ["device_sync"]
-
-
 # --- loading -----------------------------------------------------------------------------------------------------
 
 
@@ -136,7 +108,6 @@ def test_a_wait_for_data_has_share_range_and_settings() -> None:
     code = "DataLoader(..., num_workers=4, prefetch_factor=2, persistent_workers=True) (now 0, None, False)"
     assert finding.advice.startswith(f"Set {code}.")
     assert "NumWorkersFinder()" in finding.advice
-    assert "warns" not in finding.advice
     assert diagnose(run).next_step.endswith("Speedup: about 3.9x (3.4x to 5.5x).")
 
 
@@ -151,16 +122,15 @@ def test_a_predicted_speedup_is_what_the_cores_allow(cores: float, after_ms: flo
     lower, expected, upper = (float(finding.evidence[f"speedup{end}"]) for end in ("_lower", "", "_upper"))
     assert expected == pytest.approx(40 / (1.02 * after_ms + 1))
     assert lower < expected < upper == pytest.approx(1.03 * 40 / (after_ms + 0.3))
-    assert ("Beyond that, the CPU is the limit: a batch takes 30 ms of CPU time" in finding.advice) == (cores < 8)
 
 
 @pytest.mark.parametrize(
     ("cores", "step_cores", "words"),
     [
         # Each second of loading is one that the step does not have.
-        (1, 1, "More workers will not help, because the CPU is the limit: a batch takes 30 ms of CPU time, a step 10"),
+        (1, 1, "The CPU is the limit: this job has 1 core. A batch takes 30 ms of CPU time, and a step 10 ms. Do less"),
         # 48 ms on two cores, and up to 25 more, because two threads compute in lockstep.
-        (2, 1.8, "Speedup with num_workers=2: 0.69x to 1.5x; NumWorkersFinder() measures it."),
+        (2, 1.8, "A batch takes 30 ms of CPU time, and a step 18 ms."),
     ],
 )
 def test_workers_that_hardly_help_are_not_advised(cores: float, step_cores: float, words: str) -> None:
@@ -187,8 +157,7 @@ ON_STORAGE = LoadingFacts(storage_wait_share=0.6)
         (ON_STORAGE, 0.15, "too_few_workers", "num_workers="),  # computing for most of the time
         (SLOW_WORKER, None, "slow_worker", "prefetch_factor=4 (now 2)"),
         (dataclasses.replace(SLOW_WORKER, ready_out_of_order_share=0.2), None, "too_few_workers", "num_workers="),
-        (LoadingFacts(runnable_share=0.9, delayed_share=0.3), None, "cpu_bound", "More workers will not"),
-        (LoadingFacts(runnable_share=0.9, delayed_share=0.1), None, "too_few_workers", "num_workers="),
+        (LoadingFacts(runnable_share=0.9, delayed_share=0.3), None, "cpu_bound", "this job has 64 cores. Do less"),
     ],
 )
 def test_the_kind_follows_from_what_the_workers_do(
@@ -223,7 +192,7 @@ def test_validation_counts_only_with_an_idle_gpu(busy: float, causes: list[str])
 def test_the_file_system_of_slow_data_and_checkpoints_is_named() -> None:
     place = "/data/set is on nfs4"
     run = gpu_run(WAITS, 25.0, loading=ON_STORAGE, worker_cpu_s_per_batch=0.02, storage=place)
-    assert f"of the polls. {place}. Copy" in first(run).advice
+    assert f"of the polls. {place}. Pack" in first(run).advice
     assert f"Their folder {place}." in first(cpu_run({**STEP, "checkpoint": 30}, checkpoint_storage=place)).advice
 
 
@@ -238,14 +207,12 @@ def seen(phase: str, samples: int, line: int = 41, **options: Any) -> SourceLine
 
 def test_a_line_of_a_framework_is_no_advice() -> None:
     lines = [seen(OPTIMIZER, 30, file="lightning/pytorch/core/module.py")]
-    assert top_line_sentence(lines, OPTIMIZER) == ""
-    assert top_source_lines(lines, OPTIMIZER) == "lightning/pytorch/core/module.py:41 in decode (100%)"
+    assert top_lines(lines, OPTIMIZER) == ("lightning/pytorch/core/module.py:41 in decode (100%)", "")
 
 
 def test_a_name_of_another_user_reaches_no_terminal_raw() -> None:
-    assert "\x1b" not in str(
-        top_source_lines([seen(DATA_LOADING, 30, file="a\x1b[2J.py", function="\x1b[1m")], DATA_LOADING)
-    )
+    shown = top_lines([seen(DATA_LOADING, 30, file="a\x1b[2J.py", function="\x1b[1m")], DATA_LOADING)
+    assert "\x1b" not in "".join(map(str, shown))
 
 
 @pytest.mark.parametrize(
@@ -285,21 +252,12 @@ EVE = CoreUser(user="eve", name="train\x1b[31m", cores=1.1)
 SIMULATORS = CoreUser(user="", name="sim\x1b", cores=1.1)
 
 
-@pytest.mark.parametrize(("share", "verdict"), [(0.09, "healthy"), (0.11, "low")])
-def test_waiting_for_cores_a_tenth_of_the_time_is_unhealthy(share: float, verdict: str) -> None:
-    diagnosis = diagnose(contended(share))
-    assert diagnosis.verdict == verdict
-    assert [(one.cause, one.share) for one in diagnosis.findings] == [("cpu_contention", share)] * (verdict == "low")
-
-
 def test_a_gpu_loses_no_more_to_it_than_it_idles() -> None:
     cores = contended(0.5).cores
-    busy, idle = (gpu_run({"training_step": 50}, percent, cores=cores) for percent in (95.0, 75.0))
-    assert diagnose(busy).verdict == "healthy"
-    diagnosis = diagnose(idle)
-    assert (diagnosis.verdict, diagnosis.findings[0].cause) == ("low", "cpu_contention")
-    assert diagnosis.findings[0].share == pytest.approx(0.25)
-    assert diagnosis.findings[0].evidence["phase"] == "training_step"
+    busy, idle = (diagnose(gpu_run({"training_step": 50}, percent, cores=cores)) for percent in (95.0, 75.0))
+    assert busy.verdict == "healthy"
+    assert (idle.verdict, idle.findings[0].cause) == ("low", "cpu_contention")
+    assert idle.findings[0].share == pytest.approx(0.25)
 
 
 OTHERS = contended(others=1.2, other=EVE, workers=0, runnable_threads=1.0)  # of two threads, only one computes
@@ -309,11 +267,7 @@ USERS = {
     "other programs": (OTHERS, "other_programs", "Stop the other programs, or use a machine with free cores."),
     "children": (contended(others=0.8, children=SIMULATORS, other=EVE), "own_children", "start them with nice -n 19"),
     "threads": (contended(others=0.3, workers=0, torch_threads=16), "own_threads", "torch.set_num_threads(2) (now 16)"),
-    "thread pools": (
-        POOLS,
-        "own_threads",
-        "in worker_init_fn: torch.set_num_threads(1), with cv2",
-    ),
+    "thread pools": (POOLS, "own_threads", "in worker_init_fn: torch.set_num_threads(1), with cv2"),
     "own workers": (contended(), "own_threads", "torch.set_num_threads(1) (now 2), num_workers=1 (now 4)."),
     "a quota beside other programs": (QUOTA, "own_threads", "give it more of the 64 cores: sbatch --cpus-per-task"),
 }
@@ -330,8 +284,3 @@ def test_the_users_of_the_cores_and_a_change_are_named(run: RunMeasurements, kin
 def test_names_of_other_programs_are_escaped() -> None:
     assert r"other programs keep 1.2 of 2 cores busy, eve's train\x1b[31m 1.1 of them)" in diagnose(OTHERS).why
     assert r"(sim\x1b) use 1.1 of 2 cores)" in diagnose(USERS["children"][0]).why
-
-
-def test_more_ranks_than_cores_are_advised_against() -> None:
-    run = dataclasses.replace(contended(torch_threads=1, workers=0), host=a_host(2, local_ranks=4))
-    assert "at most 2 ranks on this machine (now 4)" in diagnose(run).next_step

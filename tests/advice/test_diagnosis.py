@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import a_block, cpu_run, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import MIN_CEILING
-from lightning_gpu_tools.advice.lost_time import idle_share, lost_share, without_warm_up
+from lightning_gpu_tools.advice.lost_time import idle_share, lost_share
 from lightning_gpu_tools.training.run_measurements import LoaderSettings, PhaseSpan, RunMeasurements, StepBlock
 
 
@@ -25,8 +25,8 @@ def waiting(wait_ms: float, rest_ms: float = 10.0) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("steps", "step_ms", "verdict", "options"),
     [
-        (49, 200, "too_short", "lower min_steps of"),
-        (50, 99, "too_short", "lower min_seconds of"),
+        (49, 200, "too_short", "lower min_steps or"),
+        (50, 99, "too_short", "or min_seconds of GPUUtil"),
         (50, 101, "healthy", "No change"),
     ],
 )
@@ -60,10 +60,9 @@ def spans(*seconds: float, phase: str) -> dict[str, Any]:
     return {"spans": [PhaseSpan(end_s, end_s, part, 10) for end_s, part in zip(ends, parts, strict=True)]}
 
 
-@pytest.mark.parametrize("phase", ["callback", "garbage_collection"])
 @pytest.mark.parametrize(("events", "verdict"), [(3, "healthy"), (8, "low")])
-def test_an_accident_decides_no_verdict(phase: str, events: int, verdict: str) -> None:
-    run = cpu_run({"training_step": 80, phase: 20}, **spans(*[4 / events] * events, phase=phase))
+def test_an_accident_decides_no_verdict(events: int, verdict: str) -> None:
+    run = cpu_run({"training_step": 80, "callback": 20}, **spans(*[4 / events] * events, phase="callback"))
     diagnosis = diagnose(run)
     assert diagnosis.verdict == verdict
     assert ("too rarely" in diagnosis.why) == (verdict == "healthy")
@@ -72,10 +71,9 @@ def test_an_accident_decides_no_verdict(phase: str, events: int, verdict: str) -
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (cpu_run(waiting(0.9, 1.0)), "takes 47% of the wall time, but it is 900 µs per step, too little"),
+        (cpu_run(waiting(0.9, 1.0)), "per steady step), but it is 900 µs per step, too little"),
         (cpu_run({"training_step": 20, "validation": 20}, validations=1), "but the run has only one."),
         (gpu_run({"callback/A": 10, "training_step": 40}, 80.0), "but a GPU that is busy 70% of the time is"),
-        (dataclasses.replace(cpu_run(waiting(9)), blocks=[a_block(waiting(0.1), 1000)] * 6), "waits only 100 µs"),
         (cpu_run(waiting(0)), "Nothing on the host slows training down."),
     ],
 )
@@ -85,9 +83,7 @@ def test_a_healthy_run_says_why_its_longest_line_is_no_cause(run: RunMeasurement
     assert words in diagnosis.why
 
 
-@pytest.mark.parametrize(
-    ("wait_ms", "rest_ms", "verdict"), [(0.9, 1, "healthy"), (1.1, 1, "low"), (4.8, 100, "healthy"), (5.2, 100, "low")]
-)
+@pytest.mark.parametrize(("wait_ms", "rest_ms", "verdict"), [(1.1, 1, "low"), (4.8, 100, "healthy"), (5.2, 100, "low")])
 def test_a_wait_below_a_millisecond_or_five_percent_is_no_finding(wait_ms: float, rest_ms: float, verdict: str) -> None:
     assert diagnose(cpu_run(waiting(wait_ms, rest_ms), loader=None)).verdict == verdict
 
@@ -197,6 +193,4 @@ def test_the_laws_of_every_diagnosis(
     if diagnosis.verdict == "healthy":
         assert min(lost_share(run, "unexplained"), idle_share(run)) <= 0.10
     later_first = dataclasses.replace(run, blocks=run.blocks[::-1])
-    if without_warm_up(run.blocks) == run.blocks and without_warm_up(later_first.blocks) == later_first.blocks:
-        # Otherwise what counts as warm-up depends on the order.
-        assert diagnose(later_first, min_steps=1, min_seconds=0).verdict == diagnosis.verdict
+    assert diagnose(later_first, min_steps=1, min_seconds=0).verdict == diagnosis.verdict

@@ -45,13 +45,6 @@ def test_enough_workers_are_planned_with_some_headroom() -> None:
     assert planned.settings.prefetch_factor == 2
 
 
-@pytest.mark.parametrize(("spread", "prefetch"), [(None, 2), (1.0, 2), (1.1, 4), (1.9, 8)])
-def test_slow_batches_now_and_then_deepen_the_queue(spread: float | None, prefetch: int) -> None:
-    cost = LoadCost(wall_s=0.02, spread=spread)
-    planned = plan_loader(NO_WORKERS, cost, step_s=0.01, host=a_host(), cuda=True)
-    assert planned.settings.prefetch_factor == prefetch
-
-
 def test_cores_limit_computing_workers_but_not_waiting_ones() -> None:
     computing = plan(0.080, 0.010, a_host(4), cpu_s=0.080)
     # 80 ms of loading and 10 ms of training on 4 cores take 22.5 ms a batch at best, and 4 workers come near enough.
@@ -134,7 +127,7 @@ def test_all_obstacles_are_said_at_once() -> None:
     said = obstacles(replace(STREAM, open_files=("Photos.file",), is_daemonic=True))
     assert said.startswith("This process is daemonic and may not start workers. Start it with")
     assert "`Photos.file` is open, and forked workers would share it. Open it in the worker" in said
-    assert "`Photos` is iterable and does not split by worker" in said
+    assert "`Photos` is iterable, and does not split its samples by worker" in said
 
 
 @pytest.mark.parametrize(("shards", "ranks", "most"), [(None, 1, None), (1, 1, 1), (8, 1, 8), (8, 4, 2), (2, 4, 1)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,10 +41,21 @@ def said(oom: OutOfMemory, run: RunMeasurements = RUN) -> tuple[str, str]:
 
 USUAL: dict[str, Any] = {"batch_shape": (64, 512), "usual_items": 64.0 * 512}
 UP_TO_18 = {"memory": counted_steps(64, 8 * GIB, 18 * GIB)}
-PIECES = {"allocated": 18 * GIB, "cached": 5 * GIB, "free": 0, "allocator": "PYTORCH_ALLOC_CONF=max_split_size_mb:64"}
-FREE = {"allocated": 9 * GIB, "cached": 10 * MIB, "free": 12 * GIB}
+PIECES = {
+    "allocated": 18 * GIB,
+    "cached": 5 * GIB,
+    "free_bytes": 0,
+    "allocator": "PYTORCH_ALLOC_CONF=max_split_size_mb:64",
+}
+FREE = {"allocated": 9 * GIB, "cached": 10 * MIB, "free_bytes": 12 * GIB}
 STATES = {"phase": "training_step/optimizer"}
-CAPPED = {"allocated": 10 * GIB, "cached": 10 * MIB, "free": 12 * GIB, "allowed": int(10.1 * GIB), "gpus": TWO}
+CAPPED = {
+    "allocated": 10 * GIB,
+    "cached": 10 * MIB,
+    "free_bytes": 12 * GIB,
+    "allowed_bytes": int(10.1 * GIB),
+    "gpus": TWO,
+}
 
 
 def larger_batch(room: float) -> dict[str, Any]:
@@ -61,7 +71,7 @@ ERRORS = {
     "first step": ({"begins": [(1, 2 * GIB)], "batch_shape": (64, 512)}, "batch_too_large", "About 39 fit"),
     "growth": ({"begins": GROWING}, "memory_growth", "grown by 102 MiB per step since step 6"),
     "pieces, with settings to keep": (PIECES, "fragmentation", "=max_split_size_mb:64,expandable_segments:True in the"),
-    "a cap to raise": (CAPPED, "batch_too_large", "A limit allows torch 10.1 GiB, but 12.0 GiB of 24.0 GiB are free."),
+    "a limit": (CAPPED, "batch_too_large", "it uses 10.0 GiB of the 10.1 GiB allowed"),
     "more free than asked for": (FREE, "unexplained", "More was free than was requested"),
     "a batch that fitted before": ({**UP_TO_18, **USUAL}, "unexplained", "no step took more than 18.0 GiB."),
     "a callback": ({"phase": "callback/WeightAveraging", **UP_TO_18}, "spike", "WeightAveraging takes more than 14"),
@@ -82,7 +92,7 @@ def test_causes_that_look_alike_are_told_apart(options: dict[str, Any], cause: s
 def test_the_batch_that_fits_keeps_the_effective_batch_size() -> None:
     # Forward needs 10 GiB for 32 samples beside 8, and backward up to 12 beside as much, as gradients are accumulated.
     memory = counted_steps(32, 8 * GIB, 18 * GIB)
-    oom = an_error(memory=memory, begins=FLAT, batch_shape=(128, 512), allocated=23 * GIB, cached=0, free=0)
+    oom = an_error(memory=memory, begins=FLAT, batch_shape=(128, 512), allocated=23 * GIB, cached=0, free_bytes=0)
     run = dataclasses.replace(RUN, loader=dataclasses.replace(LOADER, batch_size=128), accumulate_grad_batches=2)
     cause, text = said(oom, run)
     assert cause == "batch_too_large"
@@ -106,7 +116,6 @@ def test_a_first_step_that_fitted_is_no_proof() -> None:
     memory = dataclasses.replace(memory, last_step=memory.first_step, recorded=(recorded,))
     cause, text = said(an_error(memory=memory, begins=FLAT[:2], step=1, **USUAL))
     assert cause == "batch_too_large"
-    assert "The first step fit because it had no optimizer states and no old gradients, which take 5.00 GiB." in text
     assert re.search(r"\b\d+ fit, based on measured memory", text)
     crowded = an_error(
         memory=memory, begins=FLAT[:2], step=1, allocated=6 * GIB, others=(GpuProcess(999, 17 * GIB),), **USUAL
@@ -116,7 +125,7 @@ def test_a_first_step_that_fitted_is_no_proof() -> None:
 
 def test_remedies_at_the_same_batch_size_have_numbers() -> None:
     memory = counted_steps(32, 8 * GIB, 18 * GIB)
-    oom = an_error(memory=memory, begins=FLAT, batch_shape=(64, 512), allocated=18 * GIB, free=4 * GIB)
+    oom = an_error(memory=memory, begins=FLAT, batch_shape=(64, 512), allocated=18 * GIB, free_bytes=4 * GIB)
     _, text = said(oom)
     assert "activation checkpointing (about 2.00 GiB instead of 10.0 GiB)" in text
     assert "precision='bf16-mixed' (frees up to 4.00 GiB)" in text
@@ -130,21 +139,18 @@ OF_16 = dataclasses.replace(counted_steps(16, 8 * GIB, 18 * GIB), peak_lines=(NE
 LARGER = {"batch_shape": (64, 512), "memory": OF_16}
 
 
-WITH_LINES = {
-    "a step that takes far more": ({**USUAL, "memory": UP_TO_12}, "spike", "3.55 times as much as earlier steps"),
-    "the lines of the batch": (LARGER, "batch_too_large", "is allocated at net.py:41 in forward (9.00 GiB)."),
-}
-
-
-@pytest.mark.parametrize(("options", "cause", "words"), WITH_LINES.values(), ids=WITH_LINES)
+@pytest.mark.parametrize(
+    ("options", "cause", "words"),
+    [
+        ({**USUAL, "memory": UP_TO_12}, "spike", "3.55 times as much as earlier steps"),
+        (LARGER, "batch_too_large", "is allocated at net.py:41 in forward (9.00 GiB)."),
+    ],
+)
 def test_the_step_and_the_lines_that_hold_the_memory_are_named(options: dict[str, Any], cause: str, words: str) -> None:
     asked = MemoryLine(200 * MIB, 1, "", "train.py", 5, "training_step")
-    oom = an_error(**{"begins": FLAT, **options}, asked=asked)
-    found, text = said(oom)
+    found, text = said(an_error(**{"begins": FLAT, **options}, asked=asked))
     assert (found, words in text) == (cause, True), text
     assert "torch asked for 200 MiB at train.py:5 in training_step" in text
-    evidence = diagnose(RUN, out_of_memory=oom).findings[0].evidence
-    assert evidence["asked_at"] == "train.py:5 in training_step"
 
 
 @pytest.mark.parametrize(
@@ -205,12 +211,6 @@ def test_every_field_of_torchs_message_is_read() -> None:
 
 
 MESSAGES = {
-    "WSL: 2^64 is no size, and more is allocated than there is": (
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 8.00 GiB of which 0 bytes "
-        "is free. Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use. Of the "
-        "allocated memory 9.00 GiB is allocated by PyTorch, and 512 bytes is reserved by PyTorch but unallocated.",
-        {"free_bytes": 0, "reading": held(9 * GIB, 512), "others": ()},
-    ),
     "cudaMallocAsync": (
         "Allocation on device 0 would exceed allowed memory. (out of memory)\n"
         "Currently allocated     : 9.50 GiB\nRequested               : 640.00 MiB\n"
@@ -223,10 +223,6 @@ MESSAGES = {
             "reading": held(int(9.5 * GIB)),
             "allowed_bytes": 6 * GIB,
         },
-    ),
-    "2.15": (
-        "CUDA out of memory. Allocation of 3.00 GiB on GPU 0 was preemptively rejected by per_process_memory_fraction",
-        {"requested_bytes": 3 * GIB},
     ),
     "cuBLAS": ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", {"name": "cuBLAS"}),
     "NCCL": (
@@ -259,28 +255,13 @@ def test_every_kind_of_message_is_read(text: str, fields: dict[str, object]) -> 
     assert {name: getattr(found, name) for name in fields} == fields
 
 
-def from_another() -> None:
-    try:
-        raise torch.OutOfMemoryError(WHOLE)
-    except RuntimeError as error:
-        raise ValueError("the step failed") from error
-
-
-def in_a_circle() -> None:
-    first, second = ValueError("first"), KeyError("second")
-    first.__cause__, second.__cause__ = second, first
-    raise first
-
-
-@pytest.mark.parametrize(
-    ("fail", "requested_bytes"),
-    [(from_another, 20 * MIB), (in_a_circle, None)],
-)
-def test_an_error_is_followed_to_what_it_was_raised_from(fail: Callable[[], None], requested_bytes: int | None) -> None:
-    with pytest.raises((ValueError, KeyError)) as caught:
-        fail()
-    found = out_of_memory(caught.value)
-    assert (None if found is None else found.requested_bytes) == requested_bytes
+def test_an_error_is_followed_to_what_it_was_raised_from() -> None:
+    first, last = torch.OutOfMemoryError(WHOLE), ValueError("the step failed")
+    last.__cause__ = first
+    first.__context__ = last  # in a circle
+    found = out_of_memory(last)
+    assert found is not None
+    assert found.requested_bytes == 20 * MIB
 
 
 @pytest.mark.parametrize(

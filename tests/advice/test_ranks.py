@@ -79,18 +79,12 @@ def a_job(nodes: int, local_ranks: int, more_s: Callable[[int], float]) -> RunMe
     return gpu_run({"training_step": 100}, 99.0, ranks=tuple(ranks))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "local_ranks", "slow", "who", "words"),
-    [
-        (128, 8, {17}, "rank 17", "for rank 17 (node 2, GPU 1), which takes"),
-        (128, 8, {*range(24, 32)}, "rank", "for rank"),
-    ],
-)
-def test_slow_ranks_are_named(nodes: int, local_ranks: int, slow: set[int], who: str, words: str) -> None:
-    finding = straggler_in(a_job(nodes, local_ranks, lambda rank: 0.03 * (rank in slow)))
-    assert str(finding.evidence["who"]).startswith(who)
-    assert finding.evidence["rank"] in slow
-    assert words in finding.advice
+@pytest.mark.parametrize("slow", [{17}, {*range(24, 32)}])
+def test_slow_ranks_are_named(slow: set[int]) -> None:
+    finding = straggler_in(a_job(128, 8, lambda rank: 0.03 * (rank in slow)))
+    rank = int(finding.evidence["rank"])
+    assert rank in slow
+    assert f"for rank {rank} (node {rank // 8}, GPU {rank % 8}), which takes" in finding.advice
     assert finding.share == pytest.approx(0.30, abs=0.03)  # of the job: 30 of 100 ms
 
 

@@ -84,8 +84,8 @@ def test_longer_batches_explain_slow_steps() -> None:
         for length in (5 if number in long else 1,)
     ]
     first = diagnose(run_of(varying)).findings[0]
-    assert (first.cause, first.basis, first.evidence["batch_items_times"]) == ("slow_steps", "heuristic", 5)
-    assert "Put samples of similar length into one batch" in first.advice
+    assert (first.cause, first.basis) == ("slow_steps", "heuristic")
+    assert "5.0 times as many elements per batch. Put samples of similar length into one batch" in first.advice
 
 
 # Steps that take longer and longer, and what changes with them
@@ -125,7 +125,7 @@ def slowdown(measured: RunMeasurements) -> Finding | None:
         ({"batch_items": [1000 + 2000 * part for part in UP]}, "larger_batches", "batches have 2.1 times as many"),
         ({"lost_clock_percent": [30 * part for part in UP]}, "lower_clock", "clock has lost 21% of its maximum"),
         (GROWING, "kept_memory", "memory has grown by 1.28 GiB"),
-        ({"lost_clock_percent": [30.0 - 30 * part for part in UP], "batch_items": [5.0] * 9}, "unknown", "of it in"),
+        ({"lost_clock_percent": [30.0 - 30 * part for part in UP], "batch_items": [5.0] * 9}, "unknown", "mostly in"),
     ],
 )
 def test_the_quantity_that_changed_with_the_steps_is_named(readings: dict[Any, Any], kind: str, words: str) -> None:

@@ -81,7 +81,7 @@ DIAGNOSES = [
         for run, error in (cause.sick, cause.healthy)
     ),
     *(
-        (gpu_run(STEP, 97.0, growth=[MemoryGrowth(whose=whose, bytes_per_s=1e6, grown_bytes=1e9, left_s=60.0)]), {})
+        (gpu_run(STEP, 97.0, growth=[MemoryGrowth(whose=whose, bytes_per_s=1e6, grown_bytes=1e9)]), {})
         for whose in ("gpu", "process", "workers")
     ),
 ]

@@ -53,7 +53,7 @@ def test_the_end_of_a_worker_is_told_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(OF_DEAD_WORKER) as raised:
         fit(tmp_path, partial(signal.raise_signal, signal.SIGBUS), num_workers=2)
     report = load_report(tmp_path)
-    assert "was killed by SIGBUS: most likely /dev/shm is full (it has " in report.failure
+    assert "was killed by SIGBUS: most likely /dev/shm is full" in report.failure
     assert f": {report.failure[0].lower()}{report.failure[1:].partition('. ')[0]}" in report.outcome
     assert report.failure.endswith(report.diagnosis.next_step)
     assert re.match(r"Worker 1 of the DataLoader (\(PID \d+\) )?", report.failure)
@@ -88,7 +88,7 @@ def test_the_hosts_allocator_is_told_with_the_size_of_the_request(tmp_path: Path
         fit(tmp_path, lambda: None, TakesTooMuch())
     report = load_report(tmp_path)
     assert report.outcome == "out of memory in forward at step 0"
-    assert "4096 TiB were requested at once" in report.diagnosis.why
+    assert "asked for 4096 TiB" in report.diagnosis.why
 
 
 def test_an_error_of_the_dataset_in_a_worker_has_its_index(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_crash_in_native_code_prints_its_stack_as_advised(
         script = LOOP.format(folder=str(tmp_path), options=options, call=call, sample=sample)
         return run_python("-c", script, env={"PYTHONFAULTHANDLER": "", **env})
 
-    advice = str(failure_of_workers([(0, 100, -signal.SIGSEGV)], oom_kills=0, shm_bytes=None))
+    advice = str(failure_of_workers([(0, 100, -signal.SIGSEGV)], oom_kills=0))
     (call,), (option, variable) = re.findall(r"faulthandler\.\w+\(\)", advice), re.findall(r"\w+=[01]", advice)
     in_worker = run("num_workers=1, worker_init_fn=with_stack", f"import faulthandler; {call}")
     in_training = run(option, **dict([variable.split("=")]))
@@ -191,8 +191,8 @@ def test_workers_have_room_in_shared_memory_of_the_advised_size(tmp_path: Path) 
 
 def test_of_several_dead_workers_the_first_cause_is_told() -> None:
     exits = [(0, 100, -signal.SIGTERM), (1, 101, -signal.SIGKILL), (2, 102, 1)]
-    failure = failure_of_workers(exits, oom_kills=1, shm_bytes=None)
+    failure = failure_of_workers(exits, oom_kills=1)
     assert failure.what == "worker 1 of the DataLoader (PID 101) was killed by the kernel, because memory ran out"
-    assert failure_of_workers([], oom_kills=1, shm_bytes=None) is None
+    assert failure_of_workers([], oom_kills=1) is None
     assert how_it_ended(-64).what == "crashed (SIGRTMAX) in native code"
-    assert failure_of_dataset("At index 3 of a list", None, None) is None
+    assert failure_of_dataset("At index 3 of a list", None) is None

@@ -261,7 +261,7 @@ train(re.findall(r"[\\w.]+\\(\\d\\)", advice))
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core has no thread pools")
-@pytest.mark.follows("{} keeps {} threads runnable, on {}. Limit libraries to one thread")
+@pytest.mark.follows("Each worker keeps {} threads runnable, on {}. Limit libraries to one thread")
 def test_thread_pools_in_workers_are_named_and_end_as_advised(
     tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -77,7 +77,7 @@ def test_each_stage_of_a_trainer_has_its_own_report(tmp_path: Path, capsys: pyte
     assert all("stage" not in fit.settings for fit in fits)
     printed = capsys.readouterr().out
     assert printed.count("Verdict: TOO SHORT") == 5
-    assert printed.count("Use more data, or lower min_steps") == 3
+    assert printed.count("Run more steps, or lower min_steps") == 5
     assert background_threads() == []
     assert "profile" not in vars(trainer.profiler)  # type: ignore[attr-defined]
     assert not {"run", "_predict_step"} & vars(trainer.predict_loop).keys()
@@ -143,5 +143,5 @@ def test_ranks_that_log_as_advised_do_not_wait_for_each_other(tmp_path: Path) ->
 
     results = run_ranks(tmp_path, log_in_each_step, nodes=2)
     assert [result.returncode for result in results] == [0, 0], "".join(result.stderr for result in results)
-    assert "Pass on_step=False to self.log to synchronize" in advice("before")
+    assert "Pass on_step=False to self.log, so that" in advice("before")
     assert not advice("after")

@@ -86,7 +86,7 @@ def sent_bytes(folder: Path, *, accumulate: int, halved: bool, **options: bool) 
     return sent
 
 
-@pytest.mark.follows("Average gradients less often ({}) or send half the bytes", "Set Trainer(accumulate_grad_batches=")
+@pytest.mark.follows("Average gradients less often ({}){}.", ", or send half the bytes ({})")
 def test_gradients_are_sent_as_seldom_and_small_as_advised(tmp_path: Path) -> None:
     run = gpu_run(STEP, 100.0, **ranks({"backward": 0.01}, {"backward": 0.01}, wait_s=0.02))
     finding = found("communication", run)

@@ -109,18 +109,14 @@ def test_a_file_opened_in_the_worker_is_read_right(tmp_path: Path, photos: Path)
     name, attribute = re.search(r"`(\w+)\.(\w+)` is open, and forked workers would share it", advice).groups()  # type: ignore[union-attr]
     assert type(dataset).__name__ == name
     assert "NumWorkersFinder" not in advice
+    result = found_by_finder(tmp_path, DataLoader(dataset))
+    assert not result.trials
+    for reason in (result.reason, find_loader_settings(DataLoader(dataset), STEP_S, budget_s=2).reason):
+        assert "`Photos.file` is open, and forked workers would share it. Open it in the worker" in reason
     getattr(dataset, attribute).close()
     assert "Open it in the worker, when it loads its first sample." in advice
     followed = DataLoader(Photos(photos, at_once=False), **settings_in(advice))
     assert trained(tmp_path, followed, max_epochs=1) == ALL
-
-
-def test_finder_and_search_refuse_with_the_advisors_reason(tmp_path: Path, photos: Path) -> None:
-    loader = DataLoader(Photos(photos, at_once=True))
-    result = found_by_finder(tmp_path, loader)
-    for reason in (result.reason, find_loader_settings(loader, STEP_S, budget_s=2).reason):
-        assert "`Photos.file` is open, and forked workers would share it. Open it in the worker" in reason
-    assert not result.trials
 
 
 @pytest.mark.follows("Start with num_workers=1")
@@ -162,7 +158,7 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 @pytest.mark.follows(
-    "Split what `__iter__` reads by ",
+    "split what `__iter__` reads by ",
     "torch.utils.data.get_worker_info(): files[",
     "split the stream by `get_worker_info()`",
 )
@@ -216,7 +212,7 @@ def test_a_webdataset_split_by_worker_yields_each_sample_once(tmp_path: Path) ->
     assert trained(tmp_path, followed, max_epochs=1) == ALL
 
 
-@pytest.mark.follows("a stream can use at most as many workers as shards", "Store the data in more shards.")
+@pytest.mark.follows("Store the data in more shards.")
 def test_as_many_workers_as_shards_are_advised_until_there_are_more(tmp_path: Path) -> None:
     wds = pytest.importorskip("webdataset")
     needed = {}
@@ -224,7 +220,7 @@ def test_as_many_workers_as_shards_are_advised_until_there_are_more(tmp_path: Pa
         dataset = webdataset_of(tmp_path, shards, wds.split_by_worker)
         advice = diagnosed(tmp_path, Counting(), DataLoader(dataset, batch_size=None)).advice
         needed[shards] = settings_in(advice)["num_workers"]
-        assert ("at most as many workers as shards, and `DataPipeline` has 1." in advice) == (shards == 1)
+        assert ("the dataset has 1 shard, and a worker needs its own." in advice) == (shards == 1)
         followed = DataLoader(dataset, batch_size=None, **settings_in(advice))
         assert trained(tmp_path, followed, max_epochs=1) == ALL
     assert needed[1] == 1 < needed[16]

@@ -4,8 +4,6 @@ Each has one file below this folder with everything about it. The report, ``ligh
 docs/ and the tests read them from here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any

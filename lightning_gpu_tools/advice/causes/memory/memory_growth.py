@@ -4,23 +4,14 @@ The memory in tensors at the start of each step, or of each validation batch, gr
 of the training process and of the DataLoader's workers is tracked as well. Growth is reported before memory is full.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 from lightning_gpu_tools.advice.examples import FLAT, GIB, GROWING, failed
-from lightning_gpu_tools.advice.findings import Cause, Finding, holding, new_finding
-from lightning_gpu_tools.advice.out_of_memory import (
-    MIN_SHARE,
-    MemoryFacts,
-    fewer_workers,
-    in_validation,
-    room_bytes,
-    why_host_is_full,
-)
-from lightning_gpu_tools.memory.readings import MemoryGrowth, MemoryLine, OutOfMemory
+from lightning_gpu_tools.advice.findings import Cause, Finding, Findings, holding, new_finding
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, fewer_workers, why_host_is_full
+from lightning_gpu_tools.memory.readings import MemoryGrowth, MemoryLine
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
@@ -51,66 +42,56 @@ _OF_PREDICTIONS = (
 )
 
 
-def find(facts: MemoryFacts) -> Iterator[Finding]:
+def find(facts: MemoryFacts) -> Findings:
     run, oom = facts
     if oom.source == "host":
-        of_host = [growth for growth in run.growth if growth.whose != "gpu"]
-        if of_host:
-            grown = _growing(of_host[0], run)
-            yield new_finding(why_host_is_full(run, oom), [grown.advice, fewer_workers(run)], grown.evidence)
+        for growth in [growth for growth in run.growth if growth.whose != "gpu"][:1]:
+            yield new_finding(why_host_is_full(oom), [_growing(growth, run).advice, fewer_workers(run)])
         return
-    if not oom.grad_enabled:
-        yield from kept_in_validation(
-            oom,
-            "because something keeps its outputs.",
-            "Reduce outputs to numbers in each validation batch, or move kept tensors to the CPU (.cpu()).",
-        )
-    growth = _growth(oom.begins, oom)
-    if growth is not None:
-        per_step, since, total = growth
-        yield new_finding(
+    kept = "" if oom.grad_enabled else kept_in_validation(facts)
+    if kept:
+        advice = "Reduce outputs to numbers in each validation batch, or move kept tensors to the CPU (.cpu())."
+        yield new_finding(f"{kept}, because something keeps its outputs.{left(oom.lines)}", [advice])
+    growth_of_steps = _growth(oom.begins, facts)
+    if growth_of_steps is not None:
+        per_step, since, total = growth_of_steps
+        why = (
             f"Memory kept from step to step has grown by {format_bytes(per_step)} per step since step {since:.0f}, "
-            f"{format_bytes(total)} in total.{left(oom.lines)}",
-            [_KEPT["gpu"]],
-            {"bytes_per_step": per_step, "since_step": since, "grown_bytes": total},
+            f"{format_bytes(total)} in total.{left(oom.lines)}"
         )
+        yield new_finding(why, [_KEPT["gpu"]])
 
 
-def find_early(run: RunMeasurements) -> Iterator[Finding]:
-    """Yield a finding on each memory that grows, before it is full."""
+def find_early(run: RunMeasurements) -> Findings:
     for growth in run.growth:
         yield _growing(growth, run)
 
 
-def kept_in_validation(oom: OutOfMemory, reason: str, advice: str) -> Iterator[Finding]:
-    """Yield a finding that each validation batch keeps memory, if the error occurred there and memory grew."""
-    grown = _growth(oom.validation_begins, oom) if in_validation(oom) else None
-    if grown is not None:
-        per_batch, _, total = grown
-        yield new_finding(
-            f"Each validation batch keeps {format_bytes(per_batch)} on the GPU, {format_bytes(total)} so far, {reason}"
-            f"{left(oom.lines)}",
-            [advice],
-            {"bytes_per_batch": per_batch, "grown_bytes": total, "batch": oom.validation_begins[-1][0]},
-        )
+def kept_in_validation(facts: MemoryFacts) -> str:
+    """Return the beginning of a sentence on what each validation batch keeps; empty if the error is not due to it."""
+    grown = _growth(facts.oom.validation_begins, facts) if facts.in_validation else None
+    if grown is None:
+        return ""
+    per_batch, _, total = grown
+    return f"Each validation batch keeps {format_bytes(per_batch)} on the GPU, {format_bytes(total)} so far"
 
 
 def left(lines: Sequence[MemoryLine]) -> str:
+    """Return a sentence, after a space, about the lines that allocated what is left."""
     found = holding(lines)
     return f" The recorded part of it was allocated at {found}." if found else ""
 
 
-def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[float, float, float] | None:
+def _growth(points: Sequence[tuple[float, float]], facts: MemoryFacts) -> tuple[float, float, float] | None:
     """Return bytes per step, the first such step, and the total; ``None`` if growth is not steady, or not a cause."""
     points = [point for point in points if point[0] > 1]  # the first step creates the optimizer's states
-    room = room_bytes(oom)
-    if len(points) < _PARTS or room is None:
+    if len(points) < _PARTS or facts.room_bytes is None:
         return None
     bounds = [round(i * len(points) / _PARTS) for i in range(_PARTS + 1)]
     parts = [points[begin:end] for begin, end in itertools.pairwise(bounds)]
     sizes = [median(size for _, size in part) for part in parts]
     total = points[-1][1] - min(size for _, size in points)
-    if sorted(set(sizes)) != sizes or total < max(MIN_SHARE * room, oom.requested_bytes):
+    if sorted(set(sizes)) != sizes or total < max(MIN_SHARE * facts.room_bytes, facts.oom.requested_bytes):
         return None
     last, last_size = points[-1]
     since, size = max(point for point in points if point[1] <= last_size - 0.95 * total)
@@ -120,18 +101,13 @@ def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[fl
 def _growing(growth: MemoryGrowth, run: RunMeasurements) -> Finding:
     # Lines whose blocks on the GPU were still in use some steps later.
     lines = run.memory.kept_lines if run.memory is not None and growth.whose == "gpu" else ()
-    evidence = {
-        "whose": growth.whose,
-        "bytes_per_minute": growth.bytes_per_s * 60,
-        "grown_bytes": growth.grown_bytes,
-        "left_s": growth.left_s,
-        "source_lines": holding(lines),
-    }
-    is_of_predictions = run.stage == "predict" and growth.whose == "process"
-    advice = _OF_PREDICTIONS if is_of_predictions else _KEPT[growth.whose]
+    advice = _KEPT[growth.whose]
+    if run.stage == "predict" and growth.whose == "process":
+        advice = _OF_PREDICTIONS
     end = "" if growth.left_s is None else f"; at this rate it is full in {format_duration(growth.left_s)}"
     rate = format_bytes(growth.bytes_per_s * 60)
     why = f"{_WHOSE[growth.whose]} grows steadily, by {rate} per minute{end}.{left(lines)}"
+    evidence: dict[str, float | str | None] = {"source_lines": holding(lines)}
     # An attribute of the dataset is named if it explains most of the growth of the host's memory.
     sizes = {
         attribute: attribute.now_bytes - attribute.before_bytes
@@ -152,8 +128,7 @@ def _growing(growth: MemoryGrowth, run: RunMeasurements) -> Finding:
 
 
 CAUSE = Cause(
-    says="Memory kept from step to step, or from validation batch to validation batch, has grown by ... per step "
-    "since step ...",
+    says="Memory kept from step to step has grown by ... per step since step ...; each validation batch keeps ...",
     change="`loss.item()` or `.detach()` for kept tensors, `.cpu()` for outputs",
     find=find,
     is_on_host=True,

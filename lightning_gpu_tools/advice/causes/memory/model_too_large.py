@@ -4,36 +4,22 @@ Adds up parameters, gradients and optimizer states, or takes the memory in use b
 the setup of the model counts as well.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import FLAT, GIB, failed
-from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Finding, new_finding
-from lightning_gpu_tools.advice.out_of_memory import (
-    MemoryFacts,
-    another_gpu,
-    begin_bytes,
-    is_32,
-    needed,
-    raised_limit,
-    room_bytes,
-    sharded,
-)
+from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Findings, new_finding
+from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, another_gpu, is_32, sharded
 from lightning_gpu_tools.memory.readings import SETUP, MemoryHoldings
 from lightning_gpu_tools.units import format_bytes
 
 _MIN_SHARE = 0.85  # our default: the share of the memory that the model takes before any batch
 
 
-def find(facts: MemoryFacts) -> Iterator[Finding]:
+def find(facts: MemoryFacts) -> Findings:
     run, oom = facts
-    room, begin, model = room_bytes(oom), begin_bytes(oom), oom.model
+    room, model = facts.room_bytes, oom.model
     if room is None:
         return
-    allocated = 0 if oom.reading is None else oom.reading.allocated_bytes
-    fixed = model.model_bytes or begin or allocated
-    if (fixed < _MIN_SHARE * room or begin is None) and oom.phase != SETUP:
+    fixed = model.model_bytes or oom.begin_bytes or facts.allocated_bytes
+    if (fixed < _MIN_SHARE * room or oom.begin_bytes is None) and oom.phase != SETUP:
         return
     half = ""
     # The optimizer's step takes as much as the parameters again, unless it is fused.
@@ -50,11 +36,11 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
         f"The model takes {format_bytes(fixed)} before any batch, and torch can use {format_bytes(room)}: "
         f"{known or 'its parts are unknown'}.",
         [
-            raised_limit(oom) or sharded(oom) or f"Use a GPU with more than {needed(oom)}{half}.",
+            sharded(oom) or f"It needs {facts.needed} of GPU memory{half}.",
             "Adapters or frozen layers need fewer gradients and optimizer states." if run.stage == "fit" else "",
-            "" if raised_limit(oom) else another_gpu(oom),
+            another_gpu(facts),
         ],
-        {"fixed_bytes": fixed, "largest_batch_size": 0},
+        {"largest_batch_size": 0},
     )
 
 

@@ -4,70 +4,55 @@ Without the processes that the driver lists, and the used memory that it lists f
 this job now needs more than it could have had after its first step, others are not the cause.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.examples import FLAT, GIB, STEPS_OF_64, failed
-from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
-from lightning_gpu_tools.advice.out_of_memory import (
-    MIN_SHARE,
-    MemoryFacts,
-    another_gpu,
-    has_completed_steps,
-    needed,
-    needed_bytes,
-    others_bytes,
-    room_bytes,
-    unlisted_bytes,
-)
+from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, another_gpu
 from lightning_gpu_tools.gpus.readings import FOREIGN, GpuProcess
-from lightning_gpu_tools.memory.readings import OutOfMemory
 from lightning_gpu_tools.units import format_bytes, printable
 
 _LEFT_OVER_SHARE = 0.5  # our default: of other jobs' memory; from here on, leftover processes are the cause
 
 
-def find(facts: MemoryFacts) -> Iterator[Finding]:
+def find(facts: MemoryFacts) -> Findings:
     run, oom = facts
-    if not others_are_the_cause(oom) or left_over(oom):
+    if not others_are_the_cause(facts) or left_over(facts):
         return
-    pick = "FreeMemoryCUDAAccelerator" if run.has_trainer else "select_gpus"
-    run_later = f"lightning-gpu-tools run --min-free {needed(oom)} --wait 2h -- CMD"
-    wait = f"No other GPU has that much free. Wait for one: {run_later}."
-    who, unlisted = [named(oom.others[:3])] if oom.others else [], unlisted_bytes(oom)
+    needed, unlisted = facts.needed, facts.unlisted_bytes
+    who = [named(oom.others[:3])] if oom.others else []
     if unlisted:
-        hidden = f"{format_bytes(unlisted)} belong to processes that are not visible from here"
-        who.append(f"{hidden} (in another container, or another user's)")
+        who.append(f"{format_bytes(unlisted)} belong to processes that are not visible from here")
+    wait = (
+        f"No other GPU has that much free. Wait for one: lightning-gpu-tools run --min-free {needed} --wait 2h -- CMD."
+    )
+    pick = "FreeMemoryCUDAAccelerator" if run.has_trainer else "select_gpus"
     yield new_finding(
-        f"Other processes hold {format_bytes(others_bytes(oom))} of this GPU: {', '.join(who)}.",
-        [f"This job needs {needed(oom)}.", another_gpu(oom) or wait, f"{pick}(min_free='{needed(oom)}') claims it."],
-        {"pids": " ".join(str(process.pid) for process in oom.others) or None, "unlisted_bytes": unlisted or None},
+        f"Other processes hold {format_bytes(facts.others_bytes)} of this GPU: {', '.join(who)}.",
+        [f"This job needs {needed}.", another_gpu(facts) or wait, f"{pick}(min_free='{needed}') claims it."],
     )
 
 
-def others_are_the_cause(oom: OutOfMemory) -> bool:
+def others_are_the_cause(facts: MemoryFacts) -> bool:
     """Return whether this job would fit, or would still fit, without other jobs' memory."""
-    size, total, room = others_bytes(oom), oom.total_bytes, room_bytes(oom)
+    oom, size, room = facts.oom, facts.others_bytes, facts.room_bytes
     missing = max(0, oom.requested_bytes - (oom.free_bytes or 0))
-    if not size or size < missing or total is None or room is None or oom.allowed_bytes is not None:
+    if not size or size < missing or oom.total_bytes is None or room is None or oom.allowed_bytes is not None:
         return False
-    if oom.memory is not None and has_completed_steps(oom, full=True):
-        # It would fit in what torch has held, or in the room that it had before others came.
-        held = oom.memory.latest.peak_reserved_bytes
-        if oom.reading is not None:
-            held = max(held, oom.reading.peak_reserved_bytes)
-        had = oom.memory.room_bytes
-        have_come = min(size, had - room) >= MIN_SHARE * total
-        return room + missing <= (max(held, had) if have_come else held)
-    return size >= MIN_SHARE * total and needed_bytes(oom) <= total
+    if oom.memory is None or not facts.has_completed_full_step:
+        return size >= MIN_SHARE * oom.total_bytes and facts.needed_bytes <= oom.total_bytes
+    # It would fit in what torch has held, or in the room that it had before others came.
+    peaks = [oom.memory.latest.peak_reserved_bytes, 0 if oom.reading is None else oom.reading.peak_reserved_bytes]
+    if min(size, oom.memory.room_bytes - room) >= MIN_SHARE * oom.total_bytes:
+        peaks.append(oom.memory.room_bytes)
+    return room + missing <= max(peaks)
 
 
-def left_over(oom: OutOfMemory) -> list[GpuProcess]:
+def left_over(facts: MemoryFacts) -> list[GpuProcess]:
     """Return processes left over by ended programs; none if they hold too little of the others' memory."""
-    orphans = [process for process in oom.others if process.pid in oom.orphans]
+    orphans = [process for process in facts.oom.others if process.pid in facts.oom.orphans]
     size = sum(process.memory_used_bytes or 0 for process in orphans)
-    return orphans if size >= _LEFT_OVER_SHARE * others_bytes(oom) else []
+    return orphans if size >= _LEFT_OVER_SHARE * facts.others_bytes else []
 
 
 def named(processes: Sequence[GpuProcess]) -> str:
@@ -83,8 +68,7 @@ def named(processes: Sequence[GpuProcess]) -> str:
 
 
 CAUSE = Cause(
-    says="Other processes hold ... of this GPU, with PID, owner and name, or without them if they are in another "
-    "container",
+    says="Other processes hold ... of this GPU, with PID, owner and name if they are visible",
     change="another GPU of this machine, if one has enough room, with the `pick` command; `min_free`",
     find=find,
     verified_on="hardware",

@@ -4,26 +4,11 @@ Compares the number of elements in this batch with the median batch, and the mem
 with the largest earlier step.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.examples import STEPS_OF_64, failed
-from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Finding, Variant, new_finding
-from lightning_gpu_tools.advice.out_of_memory import (
-    MIN_SHARE,
-    MemoryFacts,
-    has_completed_steps,
-    in_validation,
-    kept_bytes,
-    levers,
-    place_of,
-    raised_limit,
-    room_bytes,
-    taken_bytes,
-)
-from lightning_gpu_tools.memory.readings import OutOfMemory
+from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Findings, Variant, new_finding
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, levers, place_of
 from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, OUTSIDE_LOOP, base_phase
 from lightning_gpu_tools.units import format_bytes
 
@@ -31,54 +16,45 @@ _MIN_TIMES = 1.5  # our default: how many times the elements of the median batch
 _BETWEEN_STEPS = (CALLBACK, LOGGING, CHECKPOINT, OUTSIDE_LOOP)
 
 
-def find(facts: MemoryFacts) -> Iterator[Finding]:
-    run, oom = facts
-    taken, usual_bytes = taken_bytes(oom), _usual_step_bytes(oom)
-    least = max(MIN_SHARE * (room_bytes(oom) or 0), kept_bytes(oom))  # that is worth reporting
+def find(facts: MemoryFacts) -> Findings:
+    oom = facts.oom
+    taken, usual_bytes = facts.taken_bytes or 0, _usual_step_bytes(facts)
+    least = max(MIN_SHARE * (facts.room_bytes or 0), facts.kept_bytes)  # that is worth reporting
     if base_phase(oom.phase) in _BETWEEN_STEPS:
-        if taken is not None and taken >= max(usual_bytes, least):
-            place = place_of(oom)[:1].upper() + place_of(oom)[1:]
+        if facts.taken_bytes is not None and taken >= max(usual_bytes, least):
             yield new_finding(
-                f"{place} takes more than {format_bytes(taken)}, in addition to the memory at the start of a step.",
-                [
-                    f"Do it in parts, or on the CPU{', and under torch.no_grad()' if oom.grad_enabled else ''}.",
-                    raised_limit(oom),
-                ],
-                {"step_bytes": taken},
+                f"Work in {place_of(oom)} takes more than {format_bytes(taken)}, in addition to the memory when a step "
+                "begins.",
+                ["Do it in parts, or on the CPU, and under torch.no_grad()."],
             )
         return
-    if in_validation(oom) or not oom.batch_shape or not oom.usual_items or not has_completed_steps(oom):
+    if facts.in_validation or not oom.batch_shape or not oom.usual_items or not facts.has_completed_step:
         return
-    items = math.prod(oom.batch_shape)
-    times = items / oom.usual_items
+    times = math.prod(oom.batch_shape) / oom.usual_items
     if times >= _MIN_TIMES:
         shape = " x ".join(map(str, oom.batch_shape))
         yield new_finding(
             f"This batch has {times:.3g} times as many elements as usual ({shape}; median {oom.usual_items:,.0f}).",
             [
                 "Limit the elements per batch: truncate long samples, or group samples of similar length.",
-                levers(run, oom),
-                raised_limit(oom),
+                levers(facts),
             ],
-            {"batch_items": items, "usual_items": oom.usual_items},
         )
-    elif usual_bytes and taken is not None and taken >= max(_MIN_TIMES * usual_bytes, least):
+    elif usual_bytes and taken >= max(_MIN_TIMES * usual_bytes, least):
         yield new_finding(
             f"Step {oom.step} takes more than {format_bytes(taken)}, {taken / usual_bytes:.3g} times as much as "
             f"earlier steps (at most {format_bytes(usual_bytes)}), with a batch of the same size.",
             [
                 "Find what only this step does: a rarely taken branch, a longer generation, or an evaluation in "
                 "between.",
-                raised_limit(oom),
             ],
-            {"step_bytes": taken, "usual_step_bytes": usual_bytes},
         )
 
 
-def _usual_step_bytes(oom: OutOfMemory) -> int:
+def _usual_step_bytes(facts: MemoryFacts) -> int:
     """Return the most memory that a step has added to the memory at its start; 0 if unknown."""
-    memory, last = oom.memory, None if oom.memory is None else oom.memory.last_step
-    if memory is None or last is None or not has_completed_steps(oom, full=True):
+    memory, last = facts.oom.memory, None if facts.oom.memory is None else facts.oom.memory.last_step
+    if memory is None or last is None or not facts.has_completed_full_step:
         return 0
     most = max(last.end.allocated_bytes, memory.peaks_bytes.get("training", 0))
     return max(most - last.begin.allocated_bytes, last.added_bytes)

@@ -3,24 +3,20 @@
 Each rank publishes its PID and its GPU. After the error, the driver lists the processes on this GPU and their memory.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import FLAT, GIB, failed
-from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, needed_bytes
+from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
+from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
 from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.units import format_bytes, number_ranges
 
 
-def find(facts: MemoryFacts) -> Iterator[Finding]:
-    _, oom = facts
+def find(facts: MemoryFacts) -> Findings:
+    oom = facts.oom
     strays = [process for process in oom.others if process.pid in oom.strays]
     size, free = sum(process.memory_used_bytes or 0 for process in strays), oom.free_bytes or 0
     if not size or oom.total_bytes is None or oom.allowed_bytes is not None:
         return
-    if oom.requested_bytes <= free + size and needed_bytes(oom) <= oom.total_bytes:
+    if oom.requested_bytes <= free + size and facts.needed_bytes <= oom.total_bytes:
         ranks = number_ranges(oom.strays[process.pid] for process in strays)
         yield new_finding(
             f"Ranks that train on other GPUs ({ranks}) hold {format_bytes(size)} of this GPU. Without them, "
@@ -29,7 +25,6 @@ def find(facts: MemoryFacts) -> Iterator[Finding]:
                 "Call torch.cuda.set_device(local_rank) before anything else uses CUDA. Avoid 'cuda:0' and torch.load "
                 "without map_location, which use another GPU."
             ],
-            {"ranks": ranks, "held_bytes": size},
         )
 
 

@@ -4,18 +4,14 @@ Reads the state, the CPU time and the system call of each worker (/proc), and th
 deliver the next batch, if it was forked.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import a_stack, a_stall
-from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.stalls import activity_phrase, in_function, is_idle
 from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.stall_facts import ProcessFacts, StallFacts
 
 
-def find(facts: StallFacts) -> Iterator[Finding]:
+def find(facts: StallFacts) -> Findings:
     workers, number = facts.workers, facts.awaited_worker
     if not workers:
         return
@@ -46,9 +42,8 @@ def find(facts: StallFacts) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    says="GPU-Util is 0%; one worker of the DataLoader waits, computes or has exited, or all wait for a lock that a "
-    "thread held when they were forked",
-    change="check the line of the dataset in the report; `DataLoader(timeout=60)`; for a lock "
+    says="a worker of the DataLoader waits, computes or has exited, or all wait for a lock held when they were forked",
+    change="check the line of the dataset; `DataLoader(timeout=60)`; for a lock "
     '`multiprocessing_context="spawn"`, `cv2.setNumThreads(0)`; if it has exited, see [below](#a-worker-died)',
     find=find,
     verified_on="cpu",

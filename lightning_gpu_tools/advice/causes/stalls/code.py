@@ -3,18 +3,14 @@
 Takes the stack of the training thread and its CPU time.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import a_stall
-from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.stalls import activity_phrase
 from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
-def find(facts: StallFacts) -> Iterator[Finding]:
+def find(facts: StallFacts) -> Findings:
     yield new_finding(
         f"The training process {activity_phrase(facts.process)}.",
         ["Check that code: often it calls a network or another process without a timeout."],

@@ -5,13 +5,10 @@ has not completed. Without this record, compares where the stacks of the ranks w
 batches in their last complete epochs, this is the reason.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.examples import a_rank, a_stall
-from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.stalls import SAME_BATCHES, hanging_call
 from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.stall_facts import Call, StallFacts
@@ -28,7 +25,7 @@ _NETWORK = (
 )
 
 
-def find(facts: StallFacts) -> Iterator[Finding]:
+def find(facts: StallFacts) -> Findings:
     if len(facts.ranks) < 2 or any(rank.waits_in is None for rank in facts.ranks):
         return
     call = hanging_call(facts.ranks)
@@ -58,8 +55,7 @@ def find(facts: StallFacts) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    says="ranks wait for each other in different collectives or with different sizes, because one is behind "
-    "`if rank == 0`, or a rank has fewer batches; or all wait in the same one",
+    says="ranks wait for each other in different collectives, with different sizes, or all in the same one",
     change="the same calls, sizes and numbers of batches on every rank; else check the network: `NCCL_DEBUG=INFO`",
     find=find,
     verified_on="simulated GPU",

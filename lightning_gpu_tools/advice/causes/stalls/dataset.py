@@ -3,18 +3,14 @@
 Takes the current phase of the training thread, and its stack.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import a_stall
-from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.stalls import activity_phrase
 from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, VALIDATION, base_phase
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
-def find(facts: StallFacts) -> Iterator[Finding]:
+def find(facts: StallFacts) -> Findings:
     if base_phase(facts.phase) in (DATA_LOADING, EPOCH_START):
         yield new_finding(
             f"The training process itself loads data, and {activity_phrase(facts.process)}.",

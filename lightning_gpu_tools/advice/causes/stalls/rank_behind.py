@@ -4,12 +4,8 @@ Reads the job's key-value store, to which each rank regularly writes its step, i
 and once it has stalled, the collective in which it waits for other ranks, if any.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import a_rank, a_stall
-from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.stalls import SAME_BATCHES, hanging_call, name_ranks, phase_phrase
 from lightning_gpu_tools.training.phases import DATA_LOADING, FORWARD
 from lightning_gpu_tools.training.stall_facts import StallFacts
@@ -19,7 +15,7 @@ _ERRORS = "Let the error end the process: do not catch it, or call sys.exit(), o
 _SILENCE = "It was killed or stopped, or C code in it holds the GIL. Check its output, and `dmesg` on its node."
 
 
-def find(facts: StallFacts) -> Iterator[Finding]:
+def find(facts: StallFacts) -> Findings:
     if len(facts.ranks) < 2:
         return
     call = hanging_call(facts.ranks)
@@ -49,8 +45,7 @@ def find(facts: StallFacts) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    says="all ranks wait for one that loads data, computes, has stopped training with an error that was caught, or was "
-    "killed",
+    says="all ranks wait for one that loads data, computes, has stopped with an error that was caught, or was killed",
     change="check the line of that rank in the report, or its output; let errors end the process",
     find=find,
     verified_on="simulated GPU",

@@ -4,18 +4,14 @@ Reads the state (D) and the system call of the training process, or of the worke
 the next batch (/proc).
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import a_stall
-from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.stalls import activity_phrase
 from lightning_gpu_tools.training.phases import VALIDATION
 from lightning_gpu_tools.training.stall_facts import ProcessFacts, StallFacts
 
 
-def find(facts: StallFacts) -> Iterator[Finding]:
+def find(facts: StallFacts) -> Findings:
     process = facts.workers[facts.awaited_worker] if facts.workers else facts.process
     if process.waits_for == "storage":
         name = f"Worker {facts.awaited_worker} (PID {process.pid})" if facts.workers else "The training process"

@@ -3,18 +3,14 @@
 Reads the share of time in which every task of the machine waited for memory, from the kernel (/proc/pressure/memory).
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import a_stall
-from lightning_gpu_tools.advice.findings import Cause, Finding, new_finding
+from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 _MIN_PERCENT = 20.0  # our default, of ten seconds in which every task waited for memory
 
 
-def find(facts: StallFacts) -> Iterator[Finding]:
+def find(facts: StallFacts) -> Findings:
     if facts.memory_stall_percent >= _MIN_PERCENT:
         yield new_finding(
             "The machine swaps: in the last ten seconds, every task waited for memory "

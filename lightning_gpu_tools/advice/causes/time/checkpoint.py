@@ -3,18 +3,14 @@
 Times checkpoint callbacks and every save. On a GPU, only time during which the GPU was idle counts.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
-from lightning_gpu_tools.advice.findings import Cause, Finding, sentence_of
+from lightning_gpu_tools.advice.findings import Cause, Findings, sentence_of
 from lightning_gpu_tools.advice.lost_time import lost_in, phases_of, times_rarer
 from lightning_gpu_tools.training.phases import CHECKPOINT
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     plugin = ": Trainer(plugins=[AsyncCheckpointIO(PortableCheckpointIO())])" if run.has_trainer else ""
     for phase in phases_of(run, CHECKPOINT):
         times, interval = times_rarer(run, phase), ""

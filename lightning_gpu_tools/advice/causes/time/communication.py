@@ -4,13 +4,10 @@ Averages the time that ranks spend in collectives per step. On a GPU, CUDA event
 a late rank from sending.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from statistics import fmean
 
 from lightning_gpu_tools.advice.examples import STEP, cpu_run, ranks
-from lightning_gpu_tools.advice.findings import Cause, Finding
+from lightning_gpu_tools.advice.findings import Cause, Finding, Findings
 from lightning_gpu_tools.advice.lost_time import lost_time, mean_wait_s
 from lightning_gpu_tools.training.phases import RANK_WAIT, RANK_WAIT_IN_STEP
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -18,55 +15,31 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 _MIN_SHARE = 0.10  # of the step: torch's TensorBoard plugin
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     mean_s, idle = mean_wait_s(run.ranks), run.gpu_idle
+    if mean_s is None and run.on_gpu and idle is not None:
+        mean_s = fmean(step.get(RANK_WAIT_IN_STEP, 0.0) for step in idle.steps_s or [{}])
     if mean_s is None:
-        if run.on_gpu and idle is not None:
-            yield _sending(run, fmean(step.get(RANK_WAIT_IN_STEP, 0.0) for step in idle.steps_s or [{}]))
         return
-    late_s = fmean(rank.others_late_s or 0.0 for rank in run.ranks)
-    if run.on_gpu and late_s < mean_s / 2:
-        yield _sending(run, mean_s)
-        return
-    if all("backward" in rank.phase_s for rank in run.ranks):
-        why = "No rank is always slower than the others: the network is slow, or a different rank is late each time."
-    else:
-        why = "The slow rank is unknown: with this strategy, ranks also wait in forward, backward and optimizer."
-    change = "Set Trainer(accumulate_grad_batches=...)"
+    seldom, half = "Trainer(accumulate_grad_batches=4)", "DDPStrategy(ddp_comm_hook=...bf16_compress_hook)"
+    if not run.has_trainer:
+        seldom, half = "no_sync() in 3 of 4 batches", "register_comm_hook(None, bf16_compress_hook)"
+    # With other strategies than DDP, the waits in backward are unknown, and there is no such hook.
+    halves = f", or send half the bytes ({half})" if all("backward" in rank.phase_s for rank in run.ranks) else ""
+    change = f"Average gradients less often ({seldom}){halves}."
     if run.stage != "fit":
-        change = "Pass on_step=False to self.log"
-    elif not run.has_trainer:
-        change = "Accumulate gradients over several batches (no_sync)"
-    yield _waiting(run, mean_s, f"{why} {change} to synchronize less often, or use fewer ranks.")
+        change = "Pass on_step=False to self.log, so that ranks exchange metrics once, at the end."
+    yield lost_time(
+        run,
+        min(mean_s / run.step_s, 1.0),
+        begins="Waiting for other ranks takes",
+        advice=f"The network is slow, or a different rank is late each time. {change}",
+        phase=RANK_WAIT,
+    )
 
 
 def why_not(run: RunMeasurements, finding: Finding) -> str:
-    """Return why these waits need no change; empty if they do."""
     return "" if finding.share >= _MIN_SHARE else "less than 10% of a step is usual"
-
-
-def _sending(run: RunMeasurements, wait_s: float) -> Finding:
-    if run.has_trainer:
-        seldom = "Trainer(accumulate_grad_batches=4)"
-        half = "DDPStrategy(ddp_comm_hook=...bf16_compress_hook)"
-    else:
-        seldom = "no_sync() in 3 of 4 batches"
-        half = "register_comm_hook(None, bf16_compress_hook)"
-    advice = f"Average gradients less often ({seldom}) or send half the bytes ({half})."
-    if run.stage != "fit":
-        advice = "Pass on_step=False to self.log, so that ranks exchange metrics once, at the end."
-    return _waiting(run, wait_s, f"The GPU waits for other GPUs. {advice}")
-
-
-def _waiting(run: RunMeasurements, wait_s: float, advice: str) -> Finding:
-    return lost_time(
-        run,
-        min(wait_s / run.step_s, 1.0),
-        begins="Waiting for other ranks takes",
-        advice=advice,
-        phase=RANK_WAIT,
-        evidence={"ranks": max(1, len(run.ranks))},
-    )
 
 
 CAUSE = Cause(

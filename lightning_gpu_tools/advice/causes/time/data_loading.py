@@ -5,11 +5,9 @@ sampled steps. The kind comes from polls of the workers (/proc: running, without
 batches that are ready early or late, and from CPU times.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 from lightning_gpu_tools.advice.causes.time.cpu_contention import in_cores, one_thread_per_worker
 from lightning_gpu_tools.advice.examples import STEP, WAITS, cpu_run
@@ -21,15 +19,14 @@ from lightning_gpu_tools.advice.findings import (
     Cause,
     Evidence,
     Finding,
+    Findings,
     Variant,
-    as_times,
     is_of_program,
     known,
     median_interval,
     seen_in,
     sentence_of,
-    top_line_sentence,
-    top_source_lines,
+    top_lines,
 )
 from lightning_gpu_tools.advice.loader_plan import (
     BETWEEN_RUNS,
@@ -42,7 +39,7 @@ from lightning_gpu_tools.advice.loader_plan import (
     settings_line,
     with_range,
 )
-from lightning_gpu_tools.advice.lost_time import exposed_share, idle_share, lost_time, without_warm_up
+from lightning_gpu_tools.advice.lost_time import exposed_share, idle_share, lost_time
 from lightning_gpu_tools.advice.workers import most_workers, obstacles, why_not_searched, why_not_switched
 from lightning_gpu_tools.training.phases import IN_WORKER, PAUSES
 from lightning_gpu_tools.training.run_measurements import (
@@ -60,7 +57,6 @@ from lightning_gpu_tools.units import format_bytes, format_duration, plural, pri
 # second share of the time. SageMaker's IOBottleneck rule requires an I/O wait of 50%, of a single process.
 _STORAGE_WAIT = 0.30
 _COMPUTING = 0.50
-_FINDER = "NumWorkersFinder()"
 # Cores are the limit if the workers are runnable for the first share of the time, and find no free core in the second
 # share of it. loadtune calls a CPU saturated at 85%.
 _RUNNABLE = 0.80
@@ -83,27 +79,17 @@ _MIN_UNPACKING_S = 0.005  # twice the longest
 _MAX_SAMPLE_S = 50e-6
 _MIN_BATCH = 32  # samples
 _MAX_OWN = 0.20  # of the sampled lines: those of functions that the dataset calls
-_SAMPLERS = ("RandomSampler", "SequentialSampler")
+_FINDER = "NumWorkersFinder()"
 _UNPACK_LESS = (
     "The limit is unpacking what the workers send; more workers will not help. Return a few large tensors, not many "
     "small ones or Python objects, and collate in the workers."
 )
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
-    """Yield the wait for data, with predictions, or with the measurements of a search for settings."""
-    blocks = without_warm_up(run.blocks)
-    # Of the loader that training waits for most.
-    wait_s = run.loader_wait_share * median(block.data_loading_s / block.steps for block in blocks)
-    step_s = median(block.step_s for block in blocks)
-    paused_s = sum(run.phase_s.get(phase, 0.0) for phase in PAUSES)
-    # A wait that overlaps GPU work costs nothing.
-    scale = max(0.0, 1 - paused_s / run.wall_s) * exposed_share(run, DATA_LOADING)
-    share = min(wait_s / step_s * scale, idle_share(run)) if step_s > 0 else 0.0
+def find(run: RunMeasurements) -> Findings:
+    wait_s, step_s, share, lower = _steady_wait(run)
     if share <= 0:
         return
-    shares = [block.data_loading_s / block.steps / block.step_s for block in blocks if block.step_s > 0]
-    lower, _ = median_interval(shares) or (min(shares), 1.0)
     found = lost_time(
         run,
         share,
@@ -112,28 +98,41 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         phase=DATA_LOADING,
         evidence={
             "wait_ms_per_step": wait_s * 1e3,
-            "cores": run.host.cores,
             "exposed_percent": None if run.gpu_idle is None else 100 * exposed_share(run, DATA_LOADING),
             "loader": None if run.loader_now is None else run.loader_now.name or None,
         },
         detail=f"{format_duration(wait_s)} of {format_duration(step_s)} per steady step",
-        lower=min(lower * run.loader_wait_share * scale, share),
+        lower=lower,
     )
     if run.loader is not None:
         found = _of_torch_loader(found, run, run.loader, wait_s, step_s)
     if run.searched is not None:
         found = as_searched(found, run.searched)
     phase = IN_WORKER if found.evidence.get("num_workers") else DATA_LOADING
-    lines = top_source_lines(run.lines, phase)
+    lines, sentence = top_lines(run.lines, phase, whose="the loader's time")
     if lines is not None and (phase == DATA_LOADING or found.evidence["kind"] != "main_process"):
-        line = top_line_sentence(run.lines, phase, whose="the loader's time")
-        advice = f"{found.advice} {line}".strip()
-        found = replace(found, evidence={**found.evidence, "source_lines": lines}, advice=advice)
+        evidence = {**found.evidence, "source_lines": lines}
+        found = replace(found, evidence=evidence, advice=f"{found.advice} {sentence}".strip())
     yield found
 
 
+def _steady_wait(run: RunMeasurements) -> tuple[float, float, float, float]:
+    """Return the wait per step for the slowest loader, the step time, the share lost to it, and its lower bound."""
+    blocks = [block for block in run.blocks if block.step_s > 0]
+    if not blocks:
+        return 0.0, 0.0, 0.0, 0.0
+    wait_s = run.loader_wait_share * median(block.data_loading_s / block.steps for block in blocks)
+    step_s = median(block.step_s for block in blocks)
+    paused_s = sum(run.phase_s.get(phase, 0.0) for phase in PAUSES)
+    # A wait that overlaps GPU work costs nothing.
+    scale = max(0.0, 1 - paused_s / run.wall_s) * exposed_share(run, DATA_LOADING)
+    share = min(wait_s / step_s * scale, idle_share(run))
+    shares = [block.data_loading_s / block.steps / block.step_s for block in blocks]
+    lower, _ = median_interval(shares) or (min(shares), 1.0)
+    return wait_s, step_s, share, min(lower * run.loader_wait_share * scale, share)
+
+
 def why_not(run: RunMeasurements, finding: Finding) -> str:
-    """Return why a steady wait needs no change; empty if it does."""
     wait_s = float(finding.evidence["wait_ms_per_step"]) / 1e3
     is_ready = run.loading is not None and (run.loading.ready_share or 0.0) >= _READY
     if wait_s < _MIN_UNPACKING_S and (is_ready or finding.evidence.get("kind") == "main_process"):
@@ -145,10 +144,7 @@ def _of_another_loader(run: RunMeasurements) -> str:
     facts = run.loader_now
     if facts is not None and facts.is_iterator and not run.has_trainer:
         kind = printable(facts.kind.rpartition(".")[2])
-        return (
-            f"watch() sees no DataLoader inside of this {kind}. Pass the DataLoader itself: "
-            "enumerate(run.batches(loader)), not run.batches(enumerate(loader))."
-        )
+        return f"watch() sees no DataLoader inside of this {kind}. Pass the DataLoader itself to run.batches(loader)."
     kind = "" if facts is None else f" but a {printable(facts.kind)}"
     return (
         f"The loader{_name(facts)} is not a torch DataLoader{kind}. Use its own settings to load in parallel, or cache "
@@ -167,62 +163,58 @@ def _of_torch_loader(
     found: Finding, run: RunMeasurements, loader: LoaderSettings, wait_s: float, step_s: float
 ) -> Finding:
     """Return the finding with the kind, the advice, and the predicted speedup."""
-    seen = run.loading or LoadingFacts()
+    cost, own_s = _cost_of(run, loader, wait_s, step_s), max(step_s - wait_s, 1e-6)
+    # The cores that the training process keeps busy while it does not wait for data; 1 if not measured.
+    busy_s = sum(block.cpu_s for block in run.blocks)
+    working_s = sum(block.wall_s - block.data_loading_s for block in run.blocks)
+    step_cores = busy_s / working_s if busy_s > 0 and working_s > 0 else 1.0
+    step: dict[str, Any] = {"step_s": own_s, "host": run.host, "cuda": run.on_gpu, "step_cores": step_cores}
+    plan = plan_loader(loader, cost, most_workers=most_workers(run.loader_began), **step)
+    tried = max(plan.settings.num_workers, loader.num_workers + 1)
+    # The saved part of the wall time. A wait that overlaps GPU work counts only if the GPU was idle.
+    saved = [found.share * (step_s - one_s) / wait_s for one_s in predict_step(loader, cost, tried, **step)]
+    upper, expected, lower = (1 / (1 - share) for share in saved)
+    if _has_no_free_core(run):
+        lower, expected, upper = (min(1.0, one) for one in (lower, expected, upper))
+    if upper >= MIN_CEILING_LOWER:
+        lower, upper = lower / (1 + BETWEEN_RUNS), upper * (1 + BETWEEN_RUNS)
+    cpu_s = cost.cpu_s or 0.0
+    computing = 1.0 if cost.cpu_s is None else min(1.0, cpu_s / cost.wall_s)
+    kind, advice = "cpu_bound", _fetched_at_once(run, loader, min(cpu_s, cost.wall_s), computing)
+    if not advice:
+        ranks = f" for {run.host.local_ranks} ranks" if run.host.local_ranks > 1 else ""
+        cpu_limit = f"The CPU is the limit: this job has {in_cores(run.host.cores)}{ranks}."
+        if cost.cpu_s is not None:
+            step_cpu = format_duration(min(step_cores, run.host.cores) * own_s)
+            cpu_limit += f" A batch takes {format_duration(cpu_s)} of CPU time, and a step {step_cpu}."
+        is_certain = expected >= MIN_CEILING and lower > MIN_CEILING_LOWER
+        kind, advice = _shortage(run, loader, plan, computing, cpu_limit, is_certain=is_certain)
+        is_planned = kind == "too_few_workers" and plan.settings.num_workers > loader.num_workers
+        # Other advice may end the whole wait.
+        is_advised = is_planned and not obstacles(run.loader_began)
+        found = with_range(found, tried, lower, expected, upper, is_advised=is_advised)
+    evidence: Evidence = {
+        "kind": kind,
+        "num_workers": loader.num_workers,
+        "load_ms_per_batch": cost.wall_s * 1e3,
+        "load_cpu_ms_per_batch": None if cost.cpu_s is None else cpu_s * 1e3,
+        "workers_runnable_threads": None if run.loading is None else run.loading.runnable_threads,
+    }
+    return replace(found, advice=advice, evidence={**found.evidence, **known(evidence)})
+
+
+def _cost_of(run: RunMeasurements, loader: LoaderSettings, wait_s: float, step_s: float) -> LoadCost:
+    """Return what loading a batch takes."""
     # While training waits, the loader delivers all it can: its workers together deliver one batch per step.
-    wall_s, cpu_s, delayed = loader.num_workers * step_s, run.worker_cpu_s_per_batch, seen.delayed_share or 0.0
+    wall_s, cpu_s = loader.num_workers * step_s, run.worker_cpu_s_per_batch
+    delayed = 0.0 if run.loading is None else run.loading.delayed_share or 0.0
     if not loader.num_workers:
         steady = sum(run.blocks, StepBlock())
         wall_s, cpu_s = wait_s, steady.data_loading_cpu_s / steady.steps
         delayed = min(1.0, steady.data_loading_core_wait_s / steady.data_loading_s)
     # Waiting for a core is no waiting for storage.
     wall_s = max((1 - delayed) * wall_s, min(wall_s, cpu_s or 0.0), 1e-6)
-    cost = LoadCost(wall_s=wall_s, cpu_s=cpu_s, batch_bytes=run.batch_bytes)
-    own_s = max(step_s - wait_s, 1e-6)
-    # The cores that the training process keeps busy while it does not wait for data; 1 if not measured.
-    busy_s = sum(block.cpu_s for block in run.blocks)
-    working_s = sum(block.wall_s - block.data_loading_s for block in run.blocks)
-    step_cores = busy_s / working_s if busy_s > 0 and working_s > 0 else 1.0
-    reasons, most = obstacles(run.loader_began), most_workers(run.loader_began)
-    plan = plan_loader(
-        loader, cost, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=step_cores, most_workers=most
-    )
-    tried = max(plan.settings.num_workers, loader.num_workers + 1)
-    after = predict_step(loader, cost, tried, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=step_cores)
-    # The saved part of the wall time. A wait that overlaps GPU work counts only if the GPU was idle.
-    saved = [found.share * (step_s - one_s) / wait_s for one_s in after]
-    upper, expected, lower = (1 / (1 - share) for share in saved)
-    if _has_no_free_core(seen):
-        lower, expected, upper = (min(1.0, share) for share in (lower, expected, upper))
-    if upper >= MIN_CEILING_LOWER:
-        lower, upper = lower / (1 + BETWEEN_RUNS), upper * (1 + BETWEEN_RUNS)
-    computing = 1.0 if cpu_s is None or cpu_s >= wall_s else cpu_s / wall_s
-    evidence: Evidence = {
-        "num_workers": loader.num_workers,
-        "load_ms_per_batch": wall_s * 1e3,
-        "load_cpu_ms_per_batch": None if cpu_s is None else cpu_s * 1e3,
-        "workers_runnable_threads": seen.runnable_threads,
-    }
-    found = replace(found, evidence={**found.evidence, **known(evidence)})
-    at_once = _fetched_at_once(run, loader, min(cpu_s or 0.0, wall_s), computes=computing >= _COMPUTING)
-    if at_once is not None:
-        return replace(found, advice=at_once, evidence={**found.evidence, "kind": "cpu_bound"})
-    host, step_cpu_s = run.host, min(step_cores, run.host.cores) * own_s
-    ranks = f" for {host.local_ranks} ranks" if host.local_ranks > 1 else ""
-    cpu_limit = (
-        f"the CPU is the limit: a batch takes {format_duration(cpu_s or 0.0)} of CPU time, a step "
-        f"{format_duration(step_cpu_s)}, and this job has {in_cores(host.cores)}{ranks}"
-    )
-    search = _search(run)
-    may_help = ""  # more workers
-    if upper >= MIN_CEILING_LOWER and not reasons and tried <= (most or tried):
-        measured = f"; {search} measures it." if search else "."
-        may_help = f"Speedup with num_workers={tried}: {as_times(lower)} to {as_times(upper)}{measured}"
-    is_certain = expected >= MIN_CEILING and lower > MIN_CEILING_LOWER
-    kind, advice = _shortage(run, loader, plan, computing, cpu_limit, may_help, is_certain=is_certain)
-    # Other advice may end the whole wait.
-    is_advised = kind == "too_few_workers" and plan.settings.num_workers > loader.num_workers and not reasons
-    found = replace(found, advice=advice, evidence={**found.evidence, "kind": kind})
-    return with_range(found, tried, lower, expected, upper, is_advised=is_advised)
+    return LoadCost(wall_s=wall_s, cpu_s=cpu_s, batch_bytes=run.batch_bytes)
 
 
 def _shortage(
@@ -231,22 +223,17 @@ def _shortage(
     plan: LoaderPlan,
     computing: float,
     cpu_limit: str,
-    may_help: str,
     *,
     is_certain: bool,
 ) -> tuple[str, str]:
     """Return the kind and the advice.
 
-    ``computing`` is the share of loading that is CPU time, ``may_help`` what more workers may gain if the CPU is the
-    limit, and ``is_certain`` whether the planned ones help.
+    ``computing`` is the share of loading that is CPU time, ``cpu_limit`` a sentence about the cores, and
+    ``is_certain`` whether the planned workers help.
     """
     seen, reasons, search = run.loading or LoadingFacts(), obstacles(run.loader_began), _search(run)
-    planned = plan.settings.num_workers
-    name = _name(run.loader_now)
+    planned, name = plan.settings.num_workers, _name(run.loader_now)
     settings = settings_line(now, plan.settings) + (f" for the loader{name}" if name else "")
-    if planned > run.host.cores:
-        waiting = f"{100 * (1 - computing):.0f}% of the time"
-        settings += f". Ignore torch's warning about too many workers: they wait {waiting}"
     out_of_order = (seen.ready_out_of_order_share or 0.0) if seen.long_waits >= _MIN_LONG_WAITS else 0.0
     if now.num_workers > 1 and out_of_order >= _READY_OUT_OF_ORDER:
         return "slow_worker", (
@@ -258,50 +245,44 @@ def _shortage(
     if early_bytes := _read_when_cold(run, seen):
         return "cold_cache", (
             f"Early batches read {format_bytes(early_bytes)} each from storage, later ones from the page cache."
-            f"{sentence_of(run.storage)} Later epochs need no change. For the first one, copy the data to a local disk."
+            f"{sentence_of(run.storage)} Later epochs need no change."
         )
     if computing < _COMPUTING and (seen.storage_wait_share or 0.0) > _STORAGE_WAIT:
         advice = (
             f"The workers were waiting for storage in {100 * (seen.storage_wait_share or 0.0):.0f}% of the polls."
-            f"{sentence_of(run.storage)} Copy the data to a local disk, pack small files into large ones, or keep "
-            "decoded samples in memory."
+            f"{sentence_of(run.storage)} Pack small files into large ones, keep decoded samples in memory, or "
+            "copy the data to a faster disk."
         )
         if planned > now.num_workers:
-            more = f"{reasons} Then more" if reasons else "More"
-            advice += f" {more} workers help if the storage serves them in parallel: {settings}."
-            advice += f" {search} measures it." if search else ""
+            more = f"{reasons} More workers help if the storage serves them in parallel: {settings}.".strip()
+            advice += f" {more}" + (f" {search} measures it." if search else "")
         return "io_bound", advice
     waiting_s = sum(block.data_loading_s for block in run.blocks)
     if now.num_workers and sum(block.data_loading_cpu_s for block in run.blocks) > _UNPACKING * waiting_s:
         return "main_process", _UNPACK_LESS
     if one_thread := one_thread_per_worker(run):
         return "cpu_bound", one_thread
-    if _has_no_free_core(seen) or (plan.limited_by == "cores" and not is_certain) or now.num_workers == planned == 0:
-        limit = f"{cpu_limit[0].upper()}{cpu_limit[1:]}. {may_help}".strip()
-        if not may_help and not reasons:
-            limit = f"More workers will not help, because {cpu_limit}."
+    if _has_no_free_core(run) or (plan.limited_by == "cores" and not is_certain) or now.num_workers == planned == 0:
         return "cpu_bound", (
-            f"{limit} Do less work per sample: cache what is computed each time (decoding, tokenizing), store smaller "
-            "samples, or get more cores."
+            f"{cpu_limit} Do less work per sample: cache what is computed each time (decoding, tokenizing), store "
+            "smaller samples, or get more cores."
         )
     if planned <= now.num_workers and plan.limited_by not in ("shm", "shards"):
         return "main_process", _UNPACK_LESS
     if reasons:
         return "too_few_workers", f"{reasons} Then set {settings}."
-    needs = f"{run.activity.capitalize()} needs {plural(plan.workers_needed, 'worker')} (now {now.num_workers}), but"
-    facts = run.loader_began or LoaderFacts(kind="")
-    ranks = f" for {facts.ranks} ranks" if facts.ranks > 1 else ""
-    limits = {
-        "cores": f"Beyond that, {cpu_limit}.",
-        "shm": f"{needs} /dev/shm is too small for their batches. Enlarge it: docker run --shm-size=..., or "
-        "--ipc=host.",
-        "shards": f"{needs} a stream can use at most as many workers as shards, and `{printable(facts.dataset)}` has "
-        f"{facts.shards}{ranks}. Store the data in more shards.",
-    }
-    sentences = [limits.get(plan.limited_by or "", "")]
+    sentences = []
     if planned > now.num_workers:
         found = BY_THE_FINDER if search == _FINDER else f"{search} finds them."
-        sentences = [f"Set {settings}.", found if search else "", *sentences]
+        sentences = [f"Set {settings}.", found if search else ""]
+    needs = f"{run.activity.capitalize()} needs {plural(plan.workers_needed, 'worker')} (now {now.num_workers}), but"
+    if plan.limited_by == "shm":
+        sentences.append(f"{needs} /dev/shm is too small for their batches: docker run --shm-size=..., or --ipc=host.")
+    elif plan.limited_by == "shards" and run.loader_began is not None:
+        shards = plural(run.loader_began.shards or 0, "shard")
+        sentences.append(
+            f"{needs} the dataset has {shards}, and a worker needs its own. Store the data in more shards."
+        )
     return "too_few_workers", " ".join(filter(None, sentences))
 
 
@@ -313,30 +294,21 @@ def _read_when_cold(run: RunMeasurements, seen: LoadingFacts) -> float:
     return early_bytes if waits_less and early_bytes >= max(_MIN_STORAGE_BYTES, _COLD_READS * late_bytes) else 0.0
 
 
-def _fetched_at_once(run: RunMeasurements, loader: LoaderSettings, cpu_s: float, *, computes: bool) -> str | None:
-    """Return how to fetch whole batches, which take this CPU time; ``None`` if that is not what takes the time.
-
-    ``computes`` is whether loading computes for most of its time. What is in memory always does, if it has a core.
-    """
+def _fetched_at_once(run: RunMeasurements, loader: LoaderSettings, cpu_s: float, computing: float) -> str:
+    """Return how to fetch whole batches, which take this CPU time; empty if that is not what takes the time."""
     facts, size = run.loader_now, loader.batch_size or 0
     if facts is None or facts.is_iterable or size < _MIN_BATCH or cpu_s > _MAX_SAMPLE_S * size:
-        return None
+        return ""
     lines = seen_in(run.lines, IN_WORKER if loader.num_workers else DATA_LOADING)
     whole = sum(line.samples for line in lines)
     own = sum(line.samples for line in lines if is_of_program(line.file) and line.function != "__getitem__")
-    if not facts.is_table and not (computes and whole >= MIN_SAMPLES and own <= _MAX_OWN * whole):
-        return None
-    begin = f"Fetching takes {format_duration(cpu_s / size)} for each of the {size} samples of a batch"
-    end = "More workers would help less."
-    if not facts.is_table or not facts.collates or not facts.sampler:
-        return (
-            f"{begin}. Give the dataset a method `__getitems__(self, indices)` that returns a whole batch, fetched in "
-            f"one operation, and the loader a collate_fn that returns it unchanged. {end}"
-        )
-    sampler = f"{facts.sampler}(dataset)" if facts.sampler in _SAMPLERS else "sampler"
+    is_cheap = computing >= _COMPUTING and whole >= MIN_SAMPLES and own <= _MAX_OWN * whole
+    if not facts.is_table and not is_cheap:
+        return ""
     return (
-        f"{begin}, which are in memory. Fetch each batch by one index: DataLoader(dataset, batch_size=None, "
-        f"sampler=BatchSampler({sampler}, {size}, drop_last={facts.drop_last})). {end}"
+        f"Fetching takes {format_duration(cpu_s / size)} for each of the {size} samples of a batch. Give the dataset a "
+        "method `__getitems__(self, indices)` that returns a whole batch, fetched in one operation, and the loader a "
+        "collate_fn that returns it unchanged. More workers would help less."
     )
 
 
@@ -348,7 +320,8 @@ def _search(run: RunMeasurements) -> str:
     return "" if began and why_not_searched(began) else "find_loader_settings(loader, step_time_s=...)"
 
 
-def _has_no_free_core(seen: LoadingFacts) -> bool:
+def _has_no_free_core(run: RunMeasurements) -> bool:
+    seen = run.loading or LoadingFacts()
     return (seen.runnable_share or 0.0) >= _RUNNABLE and (seen.delayed_share or 0.0) >= _DELAYED
 
 
@@ -367,42 +340,24 @@ CAUSE = Cause(
             "the process with `multiprocessing.Process(daemon=False)`; then `num_workers`",
             "too_few_workers",
         ),
+        Variant("Fetching takes ... for each of the ... samples of a batch", "`__getitems__`", "cpu_bound"),
+        Variant("The CPU is the limit: this job has ... cores", "less work per sample, or more cores", "cpu_bound"),
         Variant(
-            "Fetching takes ... for each of the ... samples of a batch",
-            "fetch a batch by one index: `sampler=BatchSampler(...)` with `batch_size=None`, or `__getitems__` in the "
-            "dataset",
-            "cpu_bound",
-        ),
-        Variant(
-            "The CPU is the limit: a batch takes ... of CPU time, a step ..., and this job has ... cores",
-            "cache what is computed each time (decoded, tokenized or featurized samples), store smaller samples, get "
-            "more cores",
-            "cpu_bound",
-        ),
-        Variant(
-            "Each of the ... workers keeps ... threads runnable, on ... cores",
+            "Each worker keeps ... threads runnable, on ... cores",
             "`cv2.setNumThreads(0)`, `torch.set_num_threads(1)` and the like in `worker_init_fn`",
             "cpu_bound",
         ),
         Variant(
-            "The workers were waiting for storage in ...% of the polls",
-            "copy the data to a local disk; a few large files instead of many small ones",
-            "io_bound",
+            "The workers were waiting for storage in ...% of the polls", "few large files; a faster disk", "io_bound"
         ),
         Variant(
             "When a late batch arrives, ...% of the prefetched batches are ready",
             "find the slow samples; `prefetch_factor`, or `in_order=False`",
             "slow_worker",
         ),
+        Variant("Early batches read ... each from storage, later ones from the page cache", "no change", "cold_cache"),
         Variant(
-            "Early batches read ... each from storage, later ones from the page cache",
-            "no change: it ends after the first epoch",
-            "cold_cache",
-        ),
-        Variant(
-            "The limit is unpacking what the workers send",
-            "a few large tensors instead of many small objects",
-            "main_process",
+            "The limit is unpacking what the workers send", "few large tensors, not many small ones", "main_process"
         ),
     ],
     find=find,

@@ -4,12 +4,8 @@ A few steps run under torch.cuda.set_sync_debug_mode, which reports the lines th
 torch.cuda.synchronize() are counted as well. The time that a step would take without these waits limits the gain.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
-from lightning_gpu_tools.advice.findings import Cause, Evidence, Finding, in_words
+from lightning_gpu_tools.advice.findings import Cause, Findings, in_words
 from lightning_gpu_tools.advice.lost_time import MIN_SHARE, idle_in_step, lost_time, syncs_in_step
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
 
@@ -17,14 +13,13 @@ _MAX_LINES = 3  # our default: lines in the advice
 _LOG_WITHOUT_SYNC = " Pass the tensor itself to self.log; prog_bar=True syncs each time the bar is drawn."
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     share, _, _ = idle_in_step(run)
     if run.watched is None or share < MIN_SHARE:
         return
     syncs = syncs_in_step(run)
     per_step = sum(sync.samples for sync in syncs) / run.watched.steps
     lines = ", ".join(in_words(sync.file, sync.line, sync.function) for sync in syncs[:_MAX_LINES])
-    evidence: Evidence = {"syncs_per_step": per_step, "source_lines": lines}
     advice = (
         f"The host waits for the GPU {per_step:.3g}x per step, at {lines}. Remove .item(), .cpu(), float(), print, "
         "nonzero and synchronize() there, or call them every 50 steps."
@@ -36,7 +31,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         begins=f"Waiting for GPU results inside the {run.activity} step takes",
         advice=advice,
         phase=TRAINING_STEP,
-        evidence=evidence,
+        evidence={"source_lines": lines},
     )
 
 

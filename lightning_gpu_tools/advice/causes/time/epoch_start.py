@@ -4,12 +4,8 @@ Times the iterator, the start of the workers, and the first batch. It is judged 
 steps.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
-from lightning_gpu_tools.advice.findings import Cause, Finding
+from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import lost_in, phases_of
 from lightning_gpu_tools.training.phases import EPOCH_START
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -17,7 +13,7 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 MIN_EPOCHS = 5  # our default, without enough steady steps: in fewer epochs, only the first start may have been slow
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     ends_workers = run.loader is not None and run.loader.num_workers > 0 and not run.loader.persistent_workers
     keep = ", or keep the loader's workers between epochs (persistent_workers=True)" if ends_workers else ""
     for phase in phases_of(run, EPOCH_START):

@@ -3,18 +3,14 @@
 Times collections beyond the youngest generation, with Python's gc.callbacks.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
-from lightning_gpu_tools.advice.findings import Cause, Finding
+from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import lost_in, phases_of, times_rarer
 from lightning_gpu_tools.training.phases import GARBAGE_COLLECTION
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     for phase in phases_of(run, GARBAGE_COLLECTION):
         advice = (
             f"Call gc.collect() and gc.freeze() once before {run.activity}, so that later collections skip existing "

@@ -5,13 +5,10 @@ the host needs more time per operation than a launch takes. Operations are count
 lines come from sampled stacks.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
-from lightning_gpu_tools.advice.findings import Cause, Finding
+from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import idle_in_step, is_tiny, lost_time
 from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements, SourceLine
@@ -19,7 +16,7 @@ from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeas
 _MIN_SHARE = 0.15  # our default: even a well-fed GPU has some gaps
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     _, _, share = idle_in_step(run)
     if run.watched is None or share < _MIN_SHARE or is_tiny(run):
         return
@@ -29,7 +26,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         begins=f"Host work inside the {run.activity} step takes",
         advice="Move this work to the dataset, where workers do it in advance, or to the GPU.",
         phase=TRAINING_STEP,
-        evidence={"operations_per_step": run.watched.operations},
         lines=[TRAINING_STEP],
         has_function=True,
     )

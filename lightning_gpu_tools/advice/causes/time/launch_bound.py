@@ -4,26 +4,21 @@ Takes the GPU's idle time inside the step, by CUDA events and the driver's utili
 the host needs little time per operation. A short step that hardly uses the GPU counts as well.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
-from lightning_gpu_tools.advice.findings import Cause, Finding
+from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import idle_in_step, idle_in_step_share, is_tiny, larger_batch, lost_time
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
 
 _MIN_SHARE = 0.15  # our default: even a well-fed GPU has some gaps
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     if not run.on_gpu:
         return
     tiny = is_tiny(run)
     share = (idle_in_step_share(run) or 0.0) if tiny else idle_in_step(run)[1]
     if share < _MIN_SHARE:
         return
-    evidence = {"operations_per_step": None if run.watched is None else run.watched.operations}
     larger = larger_batch(run)
     or_larger = f", or {larger}" if larger else "."
     if tiny:
@@ -40,7 +35,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         begins="Launching many small kernels takes",
         advice=advice,
         phase=TRAINING_STEP,
-        evidence=evidence,
         lines=[TRAINING_STEP],
         basis="heuristic" if run.watched is None else "measured",
     )

@@ -4,12 +4,8 @@ The driver's counter of active tensor cores (GPM, on Hopper and later) is near z
 for matrix products is a rule of thumb.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper
-from lightning_gpu_tools.advice.findings import Cause, Finding
+from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import is_tiny, lost_time
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
@@ -19,7 +15,7 @@ _AMPERE = (8, 0)  # has bfloat16 and TF32
 _SPEEDUP = 2.0  # our default: half the bytes, where memory is the limit
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     active_percent = None if run.gpu is None else run.gpu.tensor_active_percent
     capability = run.compute_capability or (0, 0)
     precision = run.precision or ""
@@ -44,7 +40,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         (run.utilization_percent or 0.0) / 100 * (1 - 1 / _SPEEDUP),
         begins="Computing in 32-bit leaves the tensor cores idle and costs",
         advice=f"The tensor cores are idle at precision {precision!r}. {advice}",
-        evidence={"tensor_active_percent": active_percent, "precision": precision},
         basis="heuristic",
     )
 

@@ -4,13 +4,10 @@ Reads the driver's throttling reasons and clocks while the GPU is busy. A GPU at
 reported, because nothing can be changed.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_gpu_tools.advice.examples import STEP, gpu_run
-from lightning_gpu_tools.advice.findings import Cause, Finding
+from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import BUSY_PERCENT, lost_time
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -20,7 +17,7 @@ _MIN_PERCENT = 50.0  # of the time
 _MAX_CLOCK_PERCENT = 85.0  # of the highest clock
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     gpu, busy_percent = run.gpu or GpuWindow(), run.utilization_percent or 0.0
     capped_percent, clock_percent = gpu.power_capped_percent, gpu.held_clock_percent
     limit_watts, max_watts = gpu.power_limit_watts, gpu.power_limit_watts_max
@@ -35,14 +32,8 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         f"The power limit of {limit_watts:.0f} W throttled the clocks for {capped_percent:.0f}% of the time. Ask the "
         f"administrator to raise it: sudo nvidia-smi -pl {max_watts:.0f} sets the highest limit of this GPU."
     )
-    evidence = {
-        "power_capped_percent": capped_percent,
-        "held_clock_percent": clock_percent,
-        "power_limit_watts": limit_watts,
-        "power_limit_watts_max": max_watts,
-    }
     share = capped_percent / 100 * busy_percent / 100 * (1 - clock_percent / 100)
-    yield lost_time(run, share, begins="Throttling at the power limit costs", advice=advice, evidence=evidence)
+    yield lost_time(run, share, begins="Throttling at the power limit costs", advice=advice)
 
 
 _CAPPED = GpuWindow(

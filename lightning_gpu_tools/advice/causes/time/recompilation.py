@@ -4,13 +4,10 @@ Reads torch's own record of compilations once a second: how often each function 
 and which guard failed.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
-from lightning_gpu_tools.advice.findings import Cause, Finding, in_words, is_of_program
+from lightning_gpu_tools.advice.findings import Cause, Findings, in_words, is_of_program
 from lightning_gpu_tools.advice.lost_time import idle_share, lost_time
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, Recompiled, RunMeasurements
 from lightning_gpu_tools.units import plural, printable
@@ -21,7 +18,7 @@ _MAX_REASON = 200  # characters of torch's reason in the report
 _SIZE = re.compile(r"tensor '(?P<tensor>.+?)' (?:size|stride) mismatch at index (?P<dimension>\d+)")
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     again = run.recompiled or ()
     count, seconds = sum(function.count for function in again), sum(function.seconds for function in again)
     if count < _MIN_COUNT:

@@ -4,12 +4,8 @@ Reads the driver's utilization by process: no other cause is judged then. Withou
 idle, so all causes are judged, but a busy GPU does not mean a healthy run.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import GIB, WAITS, gpu_run
-from lightning_gpu_tools.advice.findings import Cause, Finding, ceiling, known
+from lightning_gpu_tools.advice.findings import Cause, Finding, Findings, ceiling
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
@@ -19,29 +15,21 @@ _MIN_PERCENT = 10.0  # utilization by other jobs: with less, the times of this r
 _MIN_BYTES = 2**30  # memory of other jobs, if the driver does not report their utilization
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     gpu = run.gpu
     if gpu is None:
         return
     percent, size = gpu.others_utilization_percent, gpu.others_memory_bytes
     if (size or 0) <= _MIN_BYTES if percent is None else percent <= _MIN_PERCENT:
         return
-    memory = "" if size is None else f"use {format_bytes(size)} of the GPU's memory"
-    uses = f"keep the GPU {percent or 0.0:.0f}% busy{memory and f' and {memory}'}"
-    why = f"Other jobs {uses}, so its utilization says nothing about this run."
-    if percent is None:
-        unknown = "The driver does not report whether they compute, so its utilization may be theirs."
-        why = f"Other jobs {memory}. {unknown}"
+    unknown = "and the driver does not report whether they compute, so its utilization may be theirs"
+    why = f"Other jobs use {format_bytes(size or 0)} of the GPU's memory, {unknown}."
+    if percent is not None:
+        why = f"Other jobs keep the GPU {percent:.0f}% busy, so its utilization says nothing about this run."
     pick = "FreeMemoryCUDAAccelerator(exclusive=True)" if run.has_trainer else "select_gpus(exclusive=True)"
+    advice = f"Use a free GPU (lightning-gpu-tools pick --exclusive, or {pick}), then measure again."
     share = min((percent or 0.0) / 100, 1.0)
-    yield Finding(
-        cause="",
-        share=share,
-        ceiling=ceiling(share),
-        evidence=known({"others_utilization_percent": percent, "others_memory_bytes": size}),
-        why=why,
-        advice=f"Use a free GPU (lightning-gpu-tools pick --exclusive, or {pick}), then measure again.",
-    )
+    yield Finding(cause="", share=share, ceiling=ceiling(share), why=why, advice=advice)
 
 
 CAUSE = Cause(

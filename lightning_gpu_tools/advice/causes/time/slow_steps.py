@@ -5,15 +5,13 @@ which they come, and whether their batches are longer. On a GPU, only time durin
 that have a cause of their own, such as callbacks and logging, do not count here.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from lightning_gpu_tools.advice.examples import cpu_run
-from lightning_gpu_tools.advice.findings import Cause, Evidence, Finding, label_of
+from lightning_gpu_tools.advice.findings import Cause, Findings, label_of
 from lightning_gpu_tools.advice.lost_time import exposed_share, idle_in_step_share, idle_share, lost_time
 from lightning_gpu_tools.training.phases import DATA_LOADING, TRAINER, TRAINING_STEP, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps, StepTimes
@@ -30,24 +28,23 @@ _LONGER = 1.5  # times as many elements as in other batches
 _PHASES = (TRAINING_STEP, DATA_LOADING, TRAINER, UNEXPLAINED)
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     times = run.step_times
     if times is None:
         return
     # A step that was slow by the median at that time may not be slow by the median of the run.
-    found = [
-        group
+    extra_s = {
+        group: group.seconds - group.count * times.p50_s
         for group in times.slow
         if base_phase(group.phase) in _PHASES
         and group.count >= _MIN_SLOW_STEPS
         and group.seconds >= _TIMES * group.count * times.p50_s
-    ]
-    if not found:
+    }
+    if not extra_s:
         return
-    slow = max(found, key=lambda group: group.seconds - group.count * times.p50_s)
-    extra_s = slow.seconds - slow.count * times.p50_s
+    slow = max(extra_s, key=extra_s.__getitem__)
     label, every = label_of(slow.phase, run.activity), _period(slow.steps)
-    share, in_step = min(extra_s / run.wall_s, 1.0), idle_in_step_share(run)
+    share, in_step = min(extra_s[slow] / run.wall_s, 1.0), idle_in_step_share(run)
     if base_phase(slow.phase) != TRAINING_STEP:
         share = min(share * exposed_share(run, slow.phase), idle_share(run))
     elif in_step is not None:  # while the GPU is busy, the host may only be waiting for it
@@ -56,12 +53,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         return
     longer = slow.batch_items / times.batch_items if slow.batch_items and times.batch_items else 1.0
     times_median = slow.seconds / slow.count / max(times.p50_s, 1e-9)
-    latest = ", ".join(map(str, slow.steps[-5:]))
-    evidence: Evidence = {
-        "slow_steps": slow.count,
-        "every_steps": every,
-        "batch_items_times": longer if longer >= _LONGER else None,
-    }
     if longer >= _LONGER:
         advice = (
             f"Slow steps have {longer:.1f} times as many elements per batch. Put samples of similar length into one "
@@ -70,19 +61,16 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     elif every is not None:
         advice = f'Find what runs every {every} steps in "{label}". Run it less often, or make it faster.'
     else:
-        advice = (
-            f'Find what the slow steps have in common in "{label}"; the latest are {latest}. Possible reasons: unusual '
-            "samples, a full disk, or other programs."
-        )
-    regularly = "" if every is None else f", every {every} steps"
+        latest = ", ".join(map(str, slow.steps[-5:]))
+        advice = f'Find what the slow steps have in common in "{label}"; the latest are {latest}.'
     yield lost_time(
         run,
         share,
-        begins=f"{slow.count:,} of {times.count:,} steps took {times_median:.1f} times the median"
-        f'{regularly}, in "{label}". The extra time is',
+        begins=f"{slow.count:,} of {times.count:,} steps took {times_median:.1f} times the median, in "
+        f'"{label}". The extra time is',
         advice=advice,
         phase=slow.phase,
-        evidence=evidence,
+        evidence={"every_steps": every},
         lines=[slow.phase],
         basis="heuristic" if longer >= _LONGER else "measured",
     )

@@ -6,13 +6,11 @@ added since the first third. Batch size, the GPU's clock, and the memory of the 
 the first of them that changed too is reported as the likely reason.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 
 from lightning_gpu_tools.advice.examples import a_block, cpu_run
-from lightning_gpu_tools.advice.findings import Cause, Evidence, Finding, Variant, label_of, median_interval
+from lightning_gpu_tools.advice.findings import Cause, Findings, Variant, label_of, median_interval
 from lightning_gpu_tools.advice.lost_time import exposed_share, idle_share, lost_time
 from lightning_gpu_tools.training.phases import MONITORING, PAUSES, RANK_WAIT, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, StepBlock
@@ -35,7 +33,7 @@ _ADVICE = {
 }
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     third, steps_s = len(run.blocks) // 3, []
     for block in run.blocks:  # without pauses and waits
         parts_s = [seconds for phase, seconds in block.phase_s.items() if base_phase(phase) not in _NOT_OF_STEP]
@@ -43,8 +41,8 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     early, late = median_interval(steps_s[:third]), median_interval(steps_s[-third:])
     if early is None or late is None or early[0] <= 0:
         return
-    first_s, last_s = median(steps_s[:third]), median(steps_s[-third:])
-    times, lower, upper = last_s / first_s, late[0] / early[1], late[1] / early[0]
+    first_s = median(steps_s[:third])
+    times, lower = median(steps_s[-third:]) / first_s, late[0] / early[1]
     if times < _MIN_TIMES:
         return
     added_s = {
@@ -53,23 +51,20 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         for phase in block.phase_s
         if base_phase(phase) not in _NOT_OF_STEP
     }
-    phase, whole_s = max(added_s, key=added_s.__getitem__), sum(max(0.0, one_s) for one_s in added_s.values())
+    phase = max(added_s, key=added_s.__getitem__)
     longer_s = [block.steps * max(0.0, own_s - first_s) for block, own_s in zip(run.blocks, steps_s, strict=True)]
     share = sum(longer_s) / run.wall_s
     if base_phase(phase) != TRAINING_STEP:  # even while the GPU is busy, a step may have more to do
         share = min(share * exposed_share(run, phase), idle_share(run))
     kind, what = _what_changed(run)
-    percent = 100 * added_s[phase] / (whole_s or 1.0)
-    evidence: Evidence = {"kind": kind, "times": times}
-    where = f'{percent:.0f}% of it in "{label_of(phase, run.activity)}"{what and f", {what}"}'
     yield lost_time(
         run,
         share,
-        begins=f"Steps in the last third took {times:.1f} times as long as in the first (95% interval {lower:.1f} to "
-        f"{upper:.1f}), {where}. The added time is",
+        begins=f"Steps in the last third took {times:.1f} times as long as in the first, mostly in "
+        f'"{label_of(phase, run.activity)}"{what}. The added time is',
         advice=_ADVICE[kind],
         phase=phase,
-        evidence=evidence,
+        evidence={"kind": kind, "times": times},
         lines=[phase],
         has_function=kind in ("kept_memory", "unknown"),
         basis="heuristic" if what else "measured",
@@ -83,20 +78,20 @@ def _mean_s(blocks: Sequence[StepBlock], phase: str) -> float:
 
 def _what_changed(run: RunMeasurements) -> tuple[str, str]:
     """Return the kind, and a phrase about the quantity that changed along with the step time."""
-    ends = {
-        name: (median(values[: len(values) // 3]), median(values[-(len(values) // 3) :]))
-        for name, values in run.readings.items()
-        if len(values) >= 3
-    }
+    ends = {}
+    for name, values in run.readings.items():
+        third = len(values) // 3
+        if third:
+            ends[name] = median(values[:third]), median(values[-third:])
     first_items, last_items = ends.get("batch_items", (1.0, 1.0))
     first_percent, last_percent = ends.get("lost_clock_percent", (0.0, 0.0))
     first_bytes, last_bytes = ends.get("resident_bytes", (0.0, 0.0))
     if 0 < _MIN_BATCH_TIMES * first_items <= last_items:
-        return "larger_batches", f"as batches have {last_items / first_items:.1f} times as many elements"
+        return "larger_batches", f", as batches have {last_items / first_items:.1f} times as many elements"
     if last_percent - first_percent >= _MIN_LOST_CLOCK_PERCENT:
-        return "lower_clock", f"as the GPU's clock has lost {last_percent - first_percent:.0f}% of its maximum"
+        return "lower_clock", f", as the GPU's clock has lost {last_percent - first_percent:.0f}% of its maximum"
     if last_bytes - first_bytes >= _MIN_MEMORY_BYTES:
-        return "kept_memory", f"as memory has grown by {format_bytes(last_bytes - first_bytes)}"
+        return "kept_memory", f", as memory has grown by {format_bytes(last_bytes - first_bytes)}"
     return "unknown", ""
 
 

@@ -4,26 +4,17 @@ The driver's counter of active multiprocessors (GPM, on Hopper and later) is low
 size that fits is computed from the memory of recorded steps.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper
-from lightning_gpu_tools.advice.findings import Cause, Finding
+from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import few_active_sms, larger_batch, lost_time
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     active_percent, larger = few_active_sms(run), larger_batch(run)
     if active_percent is None or not larger:
         return
     idle = ((run.utilization_percent or 0.0) - active_percent) / 100
-    evidence = {
-        "sm_active_percent": active_percent,
-        "largest_batch_size": run.largest_batch_size,
-        "batch_size": None if run.loader is None else run.loader.batch_size,
-    }
     advice = f"The kernels fill {active_percent:.0f}% of the GPU. Set {larger}"
     in_training = 1 - run.phase_s.get(VALIDATION, 0.0) / run.wall_s
     yield lost_time(
@@ -31,7 +22,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         idle * in_training,
         begins="A batch too small to fill the GPU costs",
         advice=advice,
-        evidence=evidence,
         detail=f"{active_percent:.0f}% of the multiprocessors are active",
         basis="heuristic",
     )

@@ -3,12 +3,8 @@
 Reads the driver's throttling reasons and clocks. Kernels are assumed to slow down in proportion to the clock.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import STEP, gpu_run
-from lightning_gpu_tools.advice.findings import Cause, Finding
+from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import lost_time
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -16,7 +12,7 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 _MIN_PERCENT = 5.0  # our default: of the time
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     gpu = run.gpu
     hot_percent = gpu.thermal_throttled_percent if gpu is not None else None
     clock_percent = gpu.held_clock_percent if gpu is not None else None
@@ -27,8 +23,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         f"Heat throttled the clocks for {hot_percent:.0f}% of the time. Check the air flow, the fans and the "
         "neighboring GPU. A lower power limit (nvidia-smi -pl) steadies the clocks."
     )
-    evidence = {"thermal_throttled_percent": hot_percent, "held_clock_percent": clock_percent}
-    yield lost_time(run, share, begins="Thermal throttling costs", advice=advice, evidence=evidence)
+    yield lost_time(run, share, begins="Thermal throttling costs", advice=advice)
 
 
 CAUSE = Cause(

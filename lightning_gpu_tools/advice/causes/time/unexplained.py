@@ -3,12 +3,8 @@
 Adds the Trainer's own time beyond the usual, and the GPU's idle time inside the step that no other finding explains.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from lightning_gpu_tools.advice.examples import STEP, cpu_run, gpu_run
-from lightning_gpu_tools.advice.findings import MAX_UNNAMED, Cause, Finding, Variant
+from lightning_gpu_tools.advice.findings import MAX_UNNAMED, Cause, Finding, Findings, Variant, label_of
 from lightning_gpu_tools.advice.lost_time import idle_share, lost_share, lost_time
 from lightning_gpu_tools.training.phases import OUTSIDE_LOOP, TRAINER, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
@@ -17,16 +13,9 @@ from lightning_gpu_tools.units import format_duration
 # Lightning 2.6 takes 0.2 to 0.5 ms of its own around a step, and more with few cores. No setting changes it.
 _USUAL_TRAINER_S = 0.001
 _NAME_IT = "If it is validation, put it in `with run.phase('validation'):`."
-_LINES = {
-    TRAINER: "The Trainer's own work takes",
-    TRAINING_STEP: "Work in the {activity} step other than forward, backward and optimizer takes",
-    OUTSIDE_LOOP: "Code outside run.batches() takes",
-    UNEXPLAINED: "Work outside all hooks and steps takes",
-}
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
-    """Yield a finding on each line of the time tree that has no name of its own."""
+def find(run: RunMeasurements) -> Findings:
     lines = [UNEXPLAINED, OUTSIDE_LOOP, TRAINER]
     # The rest of the step, if its parts are known. GPU time lost in it has its own findings.
     if not run.on_gpu and any(base_phase(phase) == TRAINING_STEP != phase for phase in run.phase_s):
@@ -34,14 +23,13 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     for phase in lines:
         if phase not in run.phase_s:
             continue
-        seconds, share = run.phase_s[phase], min(lost_share(run, phase), idle_share(run))
+        share = min(lost_share(run, phase), idle_share(run))
         yield lost_time(
             run,
             share,
-            begins=_LINES[phase].format(activity=run.activity),
+            begins=f'The line "{label_of(phase, run.activity)}" takes',
             advice=_NAME_IT if phase == OUTSIDE_LOOP else "",
             phase=phase,
-            evidence={"seconds": seconds},
             lines=[] if phase == TRAINING_STEP else [phase],  # its forward, backward and optimizer have names
             has_function=True,
             avoidable=share - _usual(run, phase),
@@ -53,7 +41,6 @@ def _usual(run: RunMeasurements, phase: str) -> float:
 
 
 def why_not(run: RunMeasurements, finding: Finding) -> str:
-    """Return why a line without a name needs no change; empty if it does."""
     phase = str(finding.evidence["phase"])
     if finding.share - _usual(run, phase) > MAX_UNNAMED:
         return ""
@@ -63,7 +50,6 @@ def why_not(run: RunMeasurements, finding: Finding) -> str:
 
 
 def explain_rest(run: RunMeasurements, idle: float) -> Finding:
-    """Return the finding that the GPU is idle inside the training step for this share of the wall time."""
     advice = "Profile some steps with torch.profiler."
     if run.has_trainer:
         advice = f"Profile the {run.activity} step: Trainer(profiler='pytorch', fast_dev_run=50)."
@@ -73,7 +59,6 @@ def explain_rest(run: RunMeasurements, idle: float) -> Finding:
         begins=f"Unexplained idle time inside the {run.activity} step takes",
         advice=advice,
         phase=TRAINING_STEP,
-        evidence={"idle_percent": 100 * idle},
         lines=[TRAINING_STEP],
         lower=0.0,
     )
@@ -87,7 +72,7 @@ CAUSE = Cause(
     rows=[
         Variant("Unexplained idle time inside the training step", '`Trainer(profiler="pytorch")`'),
         Variant(
-            "The Trainer's own work, or work outside all hooks and steps, takes ...",
+            'The line "Trainer overhead", "unexplained", "outside of the loop" takes ...',
             "find the function with `py-spy` or `cProfile`",
         ),
     ],

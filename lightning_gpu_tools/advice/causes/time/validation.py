@@ -4,14 +4,11 @@ Compares its share of the time with the usual one. On a GPU, only time during wh
 a single validation is not judged. Starting the workers of its loader and waiting for its batches are timed.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.causes.time.epoch_start import MIN_EPOCHS
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
-from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Cause, Evidence, Finding, Variant
+from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Cause, Finding, Findings, Variant
 from lightning_gpu_tools.advice.lost_time import lost_time, times_less
 from lightning_gpu_tools.advice.workers import most_workers, obstacles
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
@@ -24,48 +21,40 @@ _MAX_EPOCHS_APART = 10  # the most in the advice: noticing overfitting later was
 _MIN_LOADER_SHARE = 0.5  # of validation: from here on, the advice is to change its loader
 
 
-def find(run: RunMeasurements) -> Iterator[Finding]:
+def find(run: RunMeasurements) -> Findings:
     seconds = run.phase_s.get(VALIDATION, 0.0)
     taken = min(seconds / run.wall_s, 1.0) if run.wall_s > 0 else 0.0
     busy = run.validation_utilization_percent
     if taken <= 0:
         return
     started, waited = (min(1.0, part_s / seconds) for part_s in (run.validation_start_s, run.validation_wait_s))
-    evidence: Evidence = {"seconds": seconds, "wall_percent": 100 * taken, "gpu_busy_percent": busy}
     loaders = run.validation_loaders
-    restarted = [
-        settings.num_workers for settings in loaders if settings.num_workers and not settings.persistent_workers
-    ]
-    if restarted and started >= _MIN_LOADER_SHARE:
-        rest = taken * (1 - started) / (1 - taken * started)  # of the wall time, once workers are kept
-        which, most = f"the validation loader{'s' * (len(restarted) > 1)}", max(restarted)
-        keep = (
+    restarted = [settings.num_workers for settings in loaders if not settings.persistent_workers]
+    advice = _less(run, taken)
+    if sum(restarted) and started >= _MIN_LOADER_SHARE:
+        most = max(restarted)
+        advice = (
             f"Each validation spends {100 * started:.0f}% of its time starting {plural(sum(restarted), 'worker')}. "
-            f"Keep the workers of {which}: DataLoader(..., num_workers={most}, persistent_workers=True) "
+            f"Keep those of the validation loader: DataLoader(..., num_workers={most}, persistent_workers=True) "
             f"(now {most}, False)."
         )
-        advice = f"{keep} {_less(run, rest)}" if rest >= MAX_USUAL else keep
     elif loaders and not any(settings.num_workers for settings in loaders) and waited >= _MIN_LOADER_SHARE:
-        advice = f"{_workers(run, waited)} {_less(run, taken)}"
-    else:
-        advice = _less(run, taken)
+        advice = f"{_workers(run, waited)} {advice}"
     yield lost_time(
         run,
         taken * (1 - (busy or 0.0) / 100),
         begins="Validation takes",
         advice=advice,
         phase=VALIDATION,
-        evidence=evidence,
         lines=[VALIDATION],
     )
 
 
 def why_not(run: RunMeasurements, finding: Finding) -> str:
-    """Return why validation needs no change; empty if it does."""
     busy = run.validation_utilization_percent
     if busy is not None and busy >= MIN_UTILIZATION_PERCENT:
         return f"the GPU is busy {busy:.0f}% of that time"
-    if float(finding.evidence["wall_percent"]) < 100 * MAX_USUAL:
+    if run.phase_s[VALIDATION] < MAX_USUAL * run.wall_s:
         return f"less than {100 * MAX_USUAL:.0f}% is usual"
     return "the run has only one" if run.validations == 1 else ""
 
@@ -88,19 +77,16 @@ def _less(run: RunMeasurements, taken: float) -> str:
     times = times_less(taken, _USUAL)
     if not run.has_trainer:
         return f"Validate {min(times, _MAX_EPOCHS_APART)} times less often, or with fewer batches."
+    options, epochs = [], min(times, _MAX_EPOCHS_APART)
+    steps = round(run.steps / max(1, run.validations))
+    if run.epoch_steps and steps < run.epoch_steps:  # within epochs
+        options.append(f"val_check_interval={min(times * steps, run.epoch_steps)}")
+    elif run.epoch_steps and run.epochs >= 2 * epochs:
+        options.append(f"check_val_every_n_epoch={epochs}")
     batches = run.validation_batches // max(1, run.validations) // max(1, len(run.validation_loaders))
-    limit = max(1, batches // times) if batches else f"{1 / times:g}"
-    less = "" if limit == batches else f"se less validation data: Trainer(limit_val_batches={limit})."
-    rarely = ""
-    if run.validations and run.epoch_steps:
-        steps, epochs = round(run.steps / run.validations), min(times, _MAX_EPOCHS_APART)
-        if steps < run.epoch_steps:  # within epochs
-            rarely = f"val_check_interval={min(times * steps, run.epoch_steps)}"
-        elif run.epochs >= 2 * epochs:
-            rarely = f"check_val_every_n_epoch={epochs}"
-    if not rarely:
-        return f"U{less}" if less else "Make validation_step faster."
-    return f"Validate less often: Trainer({rarely}).{f' Or u{less}' if less else ''}"
+    if batches != 1:
+        options.append(f"limit_val_batches={max(1, batches // times) if batches else f'{1 / times:g}'}")
+    return f"Validate less: Trainer({') or Trainer('.join(options)})." if options else "Make validation_step faster."
 
 
 CAUSE = Cause(
