@@ -254,18 +254,19 @@ class AskForReports(Callback):
         self.found: dict[str, Any] = {}
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
-        session, running = self.monitor._session, self.monitor._running
-        if trainer.global_step != 150 or session is None or running is None:
+        session, reporter = self.monitor._session, self.monitor._reporter
+        if trainer.global_step != 150 or session is None or reporter is None or reporter._file is None:
             return
-        session.ranks.exchange._board.entries |= {entry["rank"]: entry for entry in self.entries}
-        session.begin().receive(session.ranks.exchange.entries())
-        report_file = Path(running.file.path)
-        running._host = session.begin().read_host()  # as the background thread does before
+        recorder = session.begin()
+        recorder.ranks.exchange._board.entries |= {entry["rank"]: entry for entry in self.entries}
+        recorder.ranks._receive(recorder.ranks.exchange.entries())
+        report_file = Path(reporter._file.path)
+        recorder.cores.read_ahead()  # as the background thread does before
         took_s, pauses_s, cpus_s = [], [], []
         for _ in range(REPEATS):
             before = report_file.stat().st_mtime_ns
             began_cpu_s = session.background.cpu_s
-            took_s.append(timed_s(running.measure))
+            took_s.append(timed_s(reporter._measure))
             pause_s, seen_s = 0.0, time.perf_counter()
             while report_file.stat().st_mtime_ns == before:  # computes, and records the longest interruption
                 now_s = time.perf_counter()

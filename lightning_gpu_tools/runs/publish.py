@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_gpu_tools import files
-from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report
 from lightning_gpu_tools.reports.page import png_of, render_page, svg_of
 from lightning_gpu_tools.reports.report import COMPLETED, DRAWN, Report, ReportFile
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs.run import Run
-from lightning_gpu_tools.units import printable, printable_path, wrapped
+from lightning_gpu_tools.units import printable, printable_path
 
 LOG_NAME = "notify.log"  # beside the report
 # The shell starts the command and ends. Its output goes to $1, or nowhere if that cannot be written, as at a URL.
@@ -140,12 +139,6 @@ def say(text: str) -> None:
         sys.stdout.flush()
     except Exception:  # a closed terminal, a notebook's own stream
         logging.getLogger(__name__).warning("The report could not be printed.", exc_info=True)
-
-
-def say_verdict(diagnosis: Diagnosis) -> None:
-    """Print why memory ran out, on a rank without its own report."""
-    texts = {"Why:  ": diagnosis.why, "Next: ": diagnosis.next_step}
-    say("\n".join(wrapped(printable(text, 1000), title, "      ") for title, text in texts.items()))
 
 
 def notify(

@@ -26,13 +26,13 @@ from lightning_gpu_tools.reports.report import (
     ReportFile,
     warn_if_not_writable,
 )
-from lightning_gpu_tools.runs.publish import notify, publish, say, say_verdict
+from lightning_gpu_tools.runs.publish import notify, publish, say
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.surroundings import claimed_bytes
 from lightning_gpu_tools.training.phases import MONITORING, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
-from lightning_gpu_tools.units import check_percentage
+from lightning_gpu_tools.units import check_percentage, printable
 
 # Our default: the report is written at the start, after this time, and whenever the run has doubled in length. A killed
 # run loses at most half of its length, or a minute.
@@ -132,49 +132,6 @@ def describe(session: Session, outcome: str, measured: RunMeasurements | None = 
     )
 
 
-class RunningReport:
-    """The report of a run in progress, so that a killed run leaves one.
-
-    The background thread writes the last measurement with the clock's times, and requests a new measurement after the
-    training thread's next step, which it then writes at once.
-    """
-
-    def __init__(self, session: Session, file: ReportFile) -> None:
-        self.file = file
-        self._session = session
-        self._recorder = session.begin()
-        self._measured = self._recorder.measurements()
-        self._is_fresh = True
-        self._saved: Report | None = None
-        session.background.add("Writing the report while training runs", self._write)
-
-    def measure(self) -> None:
-        """Measure in the training thread, and request an immediate write."""
-        self._session.clock.as_own_work(self._measure)
-
-    def _measure(self) -> None:
-        self._session.report_wanted = False
-        self._measured = self._recorder.measurements()
-        self._is_fresh = True
-        self._session.background.run_now()
-
-    def _write(self) -> float:
-        if not self._is_fresh:
-            self._recorder.cores.read_ahead()  # the slowest part
-            self._session.report_wanted = True
-        self._is_fresh = False
-        self._saved = describe(self._session, RUNNING, self._measured)
-        self.file.save(self._saved)
-        return min(WRITE_EVERY_S, max(FIRST_WRITE_S, self._saved.wall_s))
-
-    def give_up(self) -> None:
-        """Record in the file that measuring has stopped."""
-        self._session.background.close()
-        if self._saved is not None:
-            outcome = f"measured only up to step {self._saved.steps}"
-            self.file.save(dataclasses.replace(self._saved, outcome=outcome))
-
-
 def check_thresholds(min_utilization_percent: float, min_steps: int, min_seconds: float) -> dict[str, float]:
     """Return the thresholds of a judgment by name; see ``GPUUtilizationAdvisor``.
 
@@ -189,22 +146,55 @@ def check_thresholds(min_utilization_percent: float, min_steps: int, min_seconds
     return {"min_utilization_percent": min_utilization_percent, "min_steps": min_steps, "min_seconds": min_seconds}
 
 
-class Advisor:
-    """An advisor that repeatedly judges a run in progress, and warns once about low utilization."""
+class RunReporter:
+    """What is told of a run: metrics, a warning about low utilization, and the report, also while the run goes on.
 
-    def __init__(self, session: Session, thresholds: Mapping[str, float]) -> None:
+    The background thread writes the last measurement with the clock's times, so that a killed run leaves a report. It
+    requests a new measurement after the training thread's next step, and writes that at once.
+
+    ``folder`` is that of the report, and ``thresholds`` are the advisor's; ``None`` = there is none.
+    """
+
+    def __init__(self, session: Session, folder: str | None, thresholds: Mapping[str, float] | None) -> None:
         self._session = session
-        self._min_seconds = thresholds["min_seconds"]
-        self._next_judgment = WARM_UP_STEPS + thresholds["min_steps"]  # a step of the clock
-        session.thresholds = {**thresholds, "min_seconds": AT_END * self._min_seconds}
+        self._folder, self._is_first = folder, session.run.place.rank == 0
+        self._next_step = 0.0  # of the clock: after which to act
+        self._next_judgment = math.inf  # a step of the clock
+        self._min_seconds = 0.0
+        if thresholds is not None:
+            self._min_seconds = thresholds["min_seconds"]
+            self._next_judgment = WARM_UP_STEPS + thresholds["min_steps"]
+            session.thresholds = {**thresholds, "min_seconds": AT_END * self._min_seconds}
+        self._file: ReportFile | None = None  # once training has begun
+        self._measured: RunMeasurements | None = None
+        self._is_fresh = False  # whether the measurement has not been written yet
+        self._saved: Report | None = None
+        if folder is not None and self._is_first:
+            warn_if_not_writable(folder)
 
-    def after_step(self) -> float:
-        """Judge the run if it is due; return the step of the clock after which to call this again."""
-        if self._session.clock.steps >= self._next_judgment:
-            self._session.clock.as_own_work(self._judge)
-        return self._next_judgment
+    def begin(self) -> None:
+        """Begin, once training has begun."""
+        recorder = self._session.begin()
+        self._next_step = 0.0
+        if self._folder is not None and self._is_first and self._session.clock.ran and self._file is None:
+            self._file = ReportFile(self._folder)
+            self._measured, self._is_fresh = recorder.measurements(), True
+            self._session.background.add("Writing the report while training runs", self._write)
+
+    def after_step(self, batch: Any = None) -> None:
+        """Act after a step. This runs in every step, so it makes as few calls as possible."""
+        session = self._session
+        session.after_step(batch)
+        if session.clock.steps >= self._next_step or session.report_wanted:
+            self._next_step = session.log_if_due()
+            if session.clock.steps >= self._next_judgment:
+                session.clock.as_own_work(self._judge)
+            self._next_step = min(self._next_step, self._next_judgment)
+            if session.report_wanted and self._file is not None:
+                session.clock.as_own_work(self._measure)
 
     def _judge(self) -> None:
+        """Warn once if the utilization is low."""
         session = self._session
         # 10% later each time: early enough for short steps, and rare for very short ones.
         later = self._next_judgment + max(10, self._next_judgment // 10)
@@ -214,7 +204,7 @@ class Advisor:
         recorder = session.begin()
         exchange, measured = recorder.ranks.exchange, recorder.measurements()
         # Rank 0 may still lack the speed of other ranks.
-        is_early = session.run.place.rank == 0 and exchange.ranks > max(1, len(measured.ranks))
+        is_early = self._is_first and exchange.ranks > max(1, len(measured.ranks))
         diagnosis = conclude(session, measured)
         if diagnosis is None or diagnosis.verdict == "too_short" or is_early:
             self._next_judgment = later
@@ -229,65 +219,46 @@ class Advisor:
             message = f"{costs.partition(' (')[0].rstrip('.')}. {change.rstrip('.')}."
             session.warn(message, category=LowGPUUtilizationWarning)
 
+    def _measure(self) -> None:
+        self._session.report_wanted = False
+        self._measured, self._is_fresh = self._session.begin().measurements(), True
+        self._session.background.run_now()
 
-class RunReporter:
-    """What is told of a run: metrics and a warning while it goes on, and its report.
-
-    ``folder`` is that of the report, and ``thresholds`` are the advisor's; ``None`` = there is none.
-    """
-
-    def __init__(self, session: Session, folder: str | None, thresholds: Mapping[str, float] | None) -> None:
-        self._session = session
-        self._folder, self._is_first = folder, session.run.place.rank == 0
-        self._advisor = None if thresholds is None else Advisor(session, thresholds)
-        self._running: RunningReport | None = None  # until the report is published
-        self._next_step = 0.0  # of the clock: after which to act
-        if folder is not None and self._is_first:
-            warn_if_not_writable(folder)
-
-    def begin(self) -> None:
-        """Begin, once training has begun."""
-        self._session.begin()
-        self._next_step = 0.0
-        if self._folder is not None and self._is_first and self._session.clock.ran:
-            self._running = RunningReport(self._session, ReportFile(self._folder))
-
-    def after_step(self, batch: Any = None) -> None:
-        """Act after a step. This runs in every step, so it makes as few calls as possible."""
-        session = self._session
-        session.after_step(batch)
-        if session.clock.steps >= self._next_step or session.report_wanted:
-            self._next_step = session.log_if_due()
-            if self._advisor is not None:
-                self._next_step = min(self._next_step, self._advisor.after_step())
-            if session.report_wanted and self._running is not None:
-                self._running.measure()
+    def _write(self) -> float:
+        assert self._file is not None
+        if not self._is_fresh:
+            self._session.begin().cores.read_ahead()  # the slowest part
+            self._session.report_wanted = True
+        self._is_fresh = False
+        self._saved = describe(self._session, RUNNING, self._measured)
+        self._file.save(self._saved)
+        return min(WRITE_EVERY_S, max(FIRST_WRITE_S, self._saved.wall_s))
 
     def finish(self, outcome: str, timeout_s: float) -> Diagnosis | None:
         """Publish the report of a run that has ended, and return its diagnosis; ``None`` if it had not begun."""
         session, recorder, ending = self._session, self._session.recorder, self._session.ending
         session.finish(timeout_s)
         diagnosis = conclude(session)
-        running, self._running = self._running, None
+        self._saved = None
         if self._folder is None:
             return diagnosis
         if recorder is None or diagnosis is None:
             if self._is_first and outcome != COMPLETED:
                 notify("error", self._folder, outcome=outcome)
         elif not self._is_first:
-            if ending.out_of_memory is not None:
-                say_verdict(diagnosis)  # rank 0 may wait for this rank forever
+            if ending.out_of_memory is not None:  # rank 0 may wait for this rank forever
+                say(f"Why:  {printable(diagnosis.why, 1000)}\nNext: {printable(diagnosis.next_step, 1000)}")
         elif not session.clock.ran and ending.out_of_memory is None and ending.failure is None:
             missing = ", ".join(recorder.unseen)  # printed, because filters may hide a warning
             say(f"This run has no report, because this version of Lightning lacks {missing}.")
         else:
-            # None if another callback failed when training started.
-            file = ReportFile(self._folder) if running is None else running.file
-            publish(describe(session, outcome), file, session.run)
+            # No file: another callback failed when training started.
+            publish(describe(session, outcome), self._file or ReportFile(self._folder), session.run)
         return diagnosis
 
     def give_up(self) -> None:
-        """Publish nothing more."""
-        running, self._running = self._running, None
-        if running is not None and not self._session.is_of_parent:
-            running.give_up()
+        """Publish nothing more, and record in the file of a run in progress that measuring has stopped."""
+        saved, self._saved = self._saved, None
+        if saved is not None and self._file is not None and not self._session.is_of_parent:
+            self._session.background.close()
+            self._file.save(dataclasses.replace(saved, outcome=f"measured only up to step {saved.steps}"))

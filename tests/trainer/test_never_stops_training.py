@@ -16,7 +16,7 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, Nu
 from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.loaders.passes import Loading
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
-from lightning_gpu_tools.runs.run_report import Advisor
+from lightning_gpu_tools.runs.run_report import RunReporter
 from lightning_gpu_tools.trainer import num_workers_finder
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks
 from lightning_gpu_tools.trainer.fit_session import FitSession
@@ -124,7 +124,7 @@ def test_a_fault_in_any_hook_changes_nothing(
         num_workers_finder.search,
         Loading.close,
         FitSession.begin,
-        Advisor.after_step,
+        RunReporter.after_step,
         FitSession.finish,
         RunRecorder.measurements,
         FitTimer._start,
