@@ -137,25 +137,10 @@ def test_a_reader_that_goes_away_gets_no_traceback(run_python: RunCli, tmp_path:
     assert run_python("-c", code, str(tmp_path)).stderr.strip() == ""
 
 
-def line(phase: str, number: int, samples: int, file: str = "data.py") -> SourceLine:
-    return SourceLine(phase=phase, file=file, line=number, function="decode", samples=samples)
-
-
-SEEN = replace(
-    REPORT,
-    lines=(
-        line("worker", 41, 620),
-        line("callback/EarlyStopping", 7, 30),
-        line("worker", 57, 370),
-        line("data_loading", 9, 50),
-        line("worker", 3, 10),
-    ),
-)
-
-
 def test_a_full_report_lists_all_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    far = line("data_loading", 1, 10**6, file="/very/" * 40 + "\x1b[2J[red]data.py")
-    ReportFile(tmp_path).save(replace(SEEN, lines=(far, *SEEN.lines)))
+    seen = SourceLine(phase="worker", file="data.py", line=41, function="decode", samples=620)
+    far = replace(seen, phase="data_loading", file="/very/" * 40 + "\x1b[2J[red]data.py")
+    ReportFile(tmp_path).save(replace(REPORT, lines=(far, seen, replace(seen, line=57, samples=380))))
     assert main(["report", str(tmp_path), "--full"]) == 0
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
