@@ -75,8 +75,6 @@ def _cell(value: float | None, unit: str) -> str:
         return "?"
     if unit == "GiB":
         value /= 2**30
-    if abs(value) >= 1e6:  # no GPU has that, but a file may
-        return f"{value:.0e}"
     return f"{value:.1f}" if unit == "GiB" and value < 99.95 else f"{value:.0f}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import signal
 import time
@@ -17,7 +16,6 @@ from rank_processes import processes, run_ranks
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report import FILE_NAME, FOLDER_NAME, PREVIOUS_NAME, Report
 from lightning_gpu_tools.runs import run_report
 
@@ -37,7 +35,6 @@ class Die(Callback):
 
 
 kill = partial(signal.raise_signal, signal.SIGKILL)
-crash = partial(ctypes.string_at, 0)
 hang = partial(time.sleep, 1000)
 
 
@@ -78,13 +75,6 @@ def check_cut_off(report: Report) -> None:
     assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
     # It was judged by what was measured; where other programs have the cores, that is enough for a verdict.
     assert report.diagnosis.verdict != "too_short" or "steady steps" in report.diagnosis.why
-
-
-def test_a_run_that_dies_leaves_what_was_known(start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended(start(crash)) == -signal.SIGSEGV
-    check_cut_off(load_report(tmp_path))
-    assert main(["report", str(tmp_path)]) == 0
-    assert f"(cut off after step {load_report(tmp_path).steps})\n" in capsys.readouterr().out
 
 
 def test_a_rank_that_is_killed_leaves_the_jobs_report(tmp_path: Path) -> None:
