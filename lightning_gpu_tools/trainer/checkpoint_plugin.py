@@ -173,19 +173,18 @@ class PortableCheckpointIO(CheckpointIO):
     def _make_portable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         if not is_lightning_checkpoint(checkpoint):
             return checkpoint
-        portable = dict(checkpoint)
         model = self._model()
-        why_kept = ""
         if model is not None:
             try:
-                _clean(portable, model)
+                return _cleaned(checkpoint, model)
             except KeyCollisionError as error:
                 why_kept = str(error)
-        elif any(is_wrapper_name(segment) for key in portable["state_dict"] for segment in key.split(".")):
+        elif any(is_wrapper_name(segment) for key in checkpoint["state_dict"] for segment in key.split(".")):
             why_kept = "no Trainer that has begun a run uses this plugin, or LIGHTNING_GPU_TOOLS_DISABLE is set."
-        if why_kept:  # the same file as without this plugin
-            warnings.warn(f"The keys of the checkpoint keep the prefixes of wrappers: {why_kept}", stacklevel=3)
-        return portable
+        else:
+            return checkpoint
+        warnings.warn(f"The keys of the checkpoint keep the prefixes of wrappers: {why_kept}", stacklevel=3)
+        return checkpoint  # the same file as without this plugin
 
     def _fit_to_model(self, checkpoint: Any, path: str | Path) -> Any:
         trainer, model = self._trainer(), self._model()
@@ -264,12 +263,10 @@ def _nobody() -> None:
     return None
 
 
-def _clean(checkpoint: dict[str, Any], model: LightningModule) -> None:
-    wrappers = wrapper_paths(model)
+def _cleaned(checkpoint: dict[str, Any], model: LightningModule) -> dict[str, Any]:
+    portable, wrappers = dict(checkpoint), wrapper_paths(model)
     for name in MODEL_STATES:
         state = checkpoint.get(name)
-        if not isinstance(state, Mapping):
-            continue
-        plan = RenamePlan(renames=clean_names(state, wrappers))
-        if any(old != new for old, new in plan.renames.items()):
-            checkpoint[name] = plan.apply(state)
+        if isinstance(state, Mapping):
+            portable[name] = RenamePlan(renames=clean_names(state, wrappers)).apply(state)
+    return portable
