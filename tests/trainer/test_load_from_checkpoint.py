@@ -14,7 +14,6 @@ from torch import nn
 from trainings import quiet_trainer
 from wrapped_models import WRAPPINGS
 
-import lightning_gpu_tools
 from lightning_gpu_tools import load_from_checkpoint
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, BrokenCheckpointError, UnsafeCheckpointError
@@ -182,15 +181,3 @@ def test_other_hyperparameters_are_passed_as_the_error_says(tmp_path: Path) -> N
     assert argument is not None
     options: Any = {argument[1]: tmp_path / "h.yaml"}
     assert torch.equal(load_from_checkpoint(Lit, path, **options).net.weight, source.net.weight)
-
-
-@pytest.mark.follows("Use an earlier checkpoint, or load its weights with ")
-def test_weights_of_an_unknown_version_of_lightning_are_loaded_alone(tmp_path: Path) -> None:
-    path = save_lit(source := Lit(), tmp_path / "a.ckpt")
-    write_checkpoint({**torch.load(path), "pytorch-lightning_version": "two"}, path)
-    with pytest.raises(BrokenCheckpointError, match="cannot be migrated") as refusal:
-        load_from_checkpoint(Lit, path)
-    name = re.search(r"load its weights with lightning_gpu_tools\.(\w+)\.", str(refusal.value))
-    assert name is not None
-    getattr(lightning_gpu_tools, name[1])(model := Lit(), path)
-    assert torch.equal(model.net.weight, source.net.weight)
