@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
+from lightning_gpu_tools.advice.out_of_memory import ErrorFacts
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.memory.readings import (
@@ -206,9 +206,9 @@ def an_error(*, allocated: int = 22 * GIB, cached: int = 0, **known: Any) -> Out
     return OutOfMemory(**{**usual, **known})
 
 
-def failed(**options: Any) -> MemoryFacts:
+def failed(**options: Any) -> ErrorFacts:
     """Return the same error of a run on this GPU."""
-    return MemoryFacts(gpu_run(STEP, 95.0), an_error(**options))
+    return ErrorFacts(gpu_run(STEP, 95.0), an_error(**options))
 
 
 STEPS_OF_64 = counted_steps(64, 8 * GIB, 18 * GIB)

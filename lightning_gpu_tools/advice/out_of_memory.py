@@ -18,7 +18,7 @@ _MIN_FREED = 0.1  # our default: the share of the activations below which lower 
 _LEFT_BY_CHECKPOINTING = 0.2  # measured in a transformer of 6 layers: 5.7 of 28.2 MiB per sample
 
 
-class MemoryFacts(NamedTuple):
+class ErrorFacts(NamedTuple):
     """The facts for a cause of an out-of-memory error; ``None`` = unknown."""
 
     run: RunMeasurements
@@ -130,7 +130,7 @@ def is_pool_of_driver(oom: OutOfMemory) -> bool:
     return "backend:cudaMallocAsync" in oom.allocator
 
 
-def levers(facts: MemoryFacts) -> str:
+def levers(facts: ErrorFacts) -> str:
     """Return changes that free memory at the same batch size, each with the amount."""
     run, oom = facts
     step = None if oom.memory is None else oom.memory.last_step
@@ -158,7 +158,7 @@ def sharded(oom: OutOfMemory) -> str:
     return f"FSDP over {count} GPUs needs {format_bytes(size / count)} instead of {format_bytes(size)} on each."
 
 
-def another_gpu(facts: MemoryFacts) -> str:
+def another_gpu(facts: ErrorFacts) -> str:
     """Return a sentence on a GPU of this machine with enough free memory; empty without one."""
     oom = facts.oom
     least = max(facts.needed_bytes * (1 + MARGIN), facts.room_bytes or 0)

@@ -29,7 +29,7 @@ from lightning_gpu_tools.advice.lost_time import (
     longest_group,
     worked_share,
 )
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, is_pool_of_driver, place_of
+from lightning_gpu_tools.advice.out_of_memory import ErrorFacts, is_pool_of_driver, place_of
 from lightning_gpu_tools.memory.readings import OutOfMemory
 from lightning_gpu_tools.training.phases import PAUSES, TRAINING_STEP, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -150,7 +150,7 @@ def early_warnings(run: RunMeasurements) -> list[Finding]:
 
 def explain_error(run: RunMeasurements, oom: OutOfMemory) -> tuple[list[Finding], str]:
     """Return the causes of an error, the first one first, and the reason for the verdict."""
-    facts, findings = MemoryFacts(run, oom), list[Finding]()
+    facts, findings = ErrorFacts(run, oom), list[Finding]()
     for name, cause in MEMORY_CAUSES.items():
         if (cause.is_on_host or oom.source != "host") and not (cause.is_last_resort and findings):
             findings += [replace(finding, cause=name) for finding in cause.find(facts)]
@@ -159,7 +159,6 @@ def explain_error(run: RunMeasurements, oom: OutOfMemory) -> tuple[list[Finding]
         "phase": oom.phase,
         "step": oom.step,
         "requested_bytes": oom.requested_bytes or None,
-        "free_bytes": oom.free_bytes,
         "total_bytes": oom.total_bytes,
         "allowed_bytes": oom.allowed_bytes,
         "allocated_bytes": facts.allocated_bytes or None,

@@ -22,7 +22,7 @@ from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.advice.causes.memory import leftover_process, other_processes
 from lightning_gpu_tools.advice.causes.time import shared_gpu
 from lightning_gpu_tools.advice.examples import FLAT, GIB, an_error
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
+from lightning_gpu_tools.advice.out_of_memory import ErrorFacts
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 
@@ -47,7 +47,7 @@ def test_the_advised_ways_to_a_free_gpu_find_it(driver: Driver, in_shell: InShel
 def advice(*gpus: GpuReading) -> str:
     run = dataclasses.replace(RUN, has_trainer=False)
     error = an_error(begins=FLAT, others=(GpuProcess(9, 6 * GIB),), gpus=gpus)
-    (finding,) = other_processes.find(MemoryFacts(run, error))
+    (finding,) = other_processes.find(ErrorFacts(run, error))
     return finding.advice
 
 
@@ -88,7 +88,7 @@ def test_the_advised_kill_ends_the_leftover_process(in_shell: InShell) -> None:
     script = "import subprocess as s; print(s.Popen(['sleep', '100'], stdout=s.DEVNULL).pid)"
     pid = int(subprocess.check_output([sys.executable, "-c", script]))
     error = an_error(begins=FLAT, others=(GpuProcess(pid, 6 * GIB),), orphans=(pid,))
-    (finding,) = leftover_process.find(MemoryFacts(RUN, error))
+    (finding,) = leftover_process.find(ErrorFacts(RUN, error))
     command = re.search(r"end it: (kill [\d ]+)\.", finding.advice)[1]
     assert in_shell(command).returncode == 0
     with contextlib.suppress(psutil.NoSuchProcess):

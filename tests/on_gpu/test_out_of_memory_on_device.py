@@ -23,7 +23,7 @@ from trainings import Model, Samples, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.examples import STEP, an_error, gpu_run
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
+from lightning_gpu_tools.advice.out_of_memory import ErrorFacts
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.memory.readings import SETUP, MemoryHoldings
 from lightning_gpu_tools.reports.report import Report
@@ -177,7 +177,7 @@ def test_a_training_fits_once_its_advice_is_followed(
 def test_a_model_that_is_too_large_fits_in_half_precision(tmp_path: Path) -> None:
     size = MemoryHoldings(parameters_bytes=8 * GIB, gradients_bytes=8 * GIB, optimizer_bytes=16 * GIB)
     error = an_error(phase=SETUP, model=size)
-    (finding,) = MEMORY_CAUSES["model_too_large"].find(MemoryFacts(gpu_run(STEP, precision="32-true"), error))
+    (finding,) = MEMORY_CAUSES["model_too_large"].find(ErrorFacts(gpu_run(STEP, precision="32-true"), error))
     case = replace(CASES["all of it fits"], model=partial(runs.Layers, 14), validation=None)
     for folder, options in (("as it is", {}), ("followed", other_precision(case, finding.advice)["options"])):
         (tmp_path / folder).mkdir()

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from lightning_gpu_tools.advice.findings import Cause
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
+from lightning_gpu_tools.advice.out_of_memory import ErrorFacts
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
@@ -72,5 +72,5 @@ def _causes(kind: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 TIME_CAUSES: dict[str, Cause[RunMeasurements]] = _causes("time", _TIME)
-MEMORY_CAUSES: dict[str, Cause[MemoryFacts]] = _causes("memory", _MEMORY)
+MEMORY_CAUSES: dict[str, Cause[ErrorFacts]] = _causes("memory", _MEMORY)
 STALL_CAUSES: dict[str, Cause[StallFacts]] = _causes("stalls", _STALLS)

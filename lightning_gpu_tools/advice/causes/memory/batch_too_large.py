@@ -10,7 +10,7 @@ import math
 from lightning_gpu_tools.advice.batch_size import bound_by_failure, largest_batch, split
 from lightning_gpu_tools.advice.examples import FLAT, GIB, STEPS_OF_64, counted_steps, failed
 from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Findings, holding, new_finding
-from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, another_gpu, levers
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, ErrorFacts, another_gpu, levers
 from lightning_gpu_tools.training.phases import TRAINING_STEP, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import COPY
 from lightning_gpu_tools.units import format_bytes
@@ -19,7 +19,7 @@ _PART_OF_BOUND = 0.5  # our default: what to try of an upper bound, because the 
 _NEARLY = 1.1  # our default: if a step needs up to 10% more than any other, many steps barely fit
 
 
-def find(facts: MemoryFacts) -> Findings:
+def find(facts: ErrorFacts) -> Findings:
     run, oom = facts
     if base_phase(oom.phase) not in (TRAINING_STEP, VALIDATION, COPY) or has_fitted(facts):
         return
@@ -46,7 +46,7 @@ def find(facts: MemoryFacts) -> Findings:
     yield new_finding(why, advice, {"batch_size": size, "largest_batch_size": fits})
 
 
-def _largest(facts: MemoryFacts, size: int, begin: int | None, taken: int | None) -> tuple[int | None, bool]:
+def _largest(facts: ErrorFacts, size: int, begin: int | None, taken: int | None) -> tuple[int | None, bool]:
     """Return the largest batch that fits, and whether it is only an upper bound; ``None`` if unknown."""
     run, oom = facts
     room, in_training = facts.room_bytes, not facts.in_validation
@@ -62,7 +62,7 @@ def _largest(facts: MemoryFacts, size: int, begin: int | None, taken: int | None
     return bound_by_failure(size, taken, fixed, room), True
 
 
-def _smaller_batch(facts: MemoryFacts, size: int | None, fits: int | None, *, is_bound: bool) -> str:
+def _smaller_batch(facts: ErrorFacts, size: int | None, fits: int | None, *, is_bound: bool) -> str:
     """Return advice on the batch size to set, if ``fits`` samples fit, or at most as many."""
     run, where = facts.run, " of the validation loader" if facts.in_validation else ""
     if size is None or fits is None:
@@ -81,7 +81,7 @@ def _smaller_batch(facts: MemoryFacts, size: int | None, fits: int | None, *, is
     return f"Set batch_size={smaller} (now {size}), and {keep} to keep the effective batch size. {known}."
 
 
-def has_fitted(facts: MemoryFacts) -> bool:
+def has_fitted(facts: ErrorFacts) -> bool:
     """Return whether batches of this size fit before, in much less memory."""
     oom = facts.oom
     if oom.memory is None or not facts.has_completed_full_step or not oom.batch_shape or facts.in_validation:

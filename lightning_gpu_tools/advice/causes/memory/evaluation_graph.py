@@ -7,12 +7,12 @@ loop, where validation often lacks torch.no_grad(), it is enough that validation
 from lightning_gpu_tools.advice.causes.memory.memory_growth import kept_in_validation, left
 from lightning_gpu_tools.advice.examples import GROWING, failed
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
-from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, ErrorFacts
 from lightning_gpu_tools.training.phases import VALIDATION
 from lightning_gpu_tools.units import format_bytes
 
 
-def find(facts: MemoryFacts) -> Findings:
+def find(facts: ErrorFacts) -> Findings:
     run, oom = facts
     if not oom.grad_enabled or not facts.in_validation:
         return

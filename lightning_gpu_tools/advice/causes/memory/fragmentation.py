@@ -5,14 +5,14 @@ Reads the counters of torch's allocator: the memory reserved beyond its tensors 
 
 from lightning_gpu_tools.advice.examples import FLAT, GIB, MIB, failed
 from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Findings, new_finding
-from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, is_pool_of_driver
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, ErrorFacts, is_pool_of_driver
 from lightning_gpu_tools.units import format_bytes, printable
 
 _EXPANDABLE = "expandable_segments:True"
 _PAGE_BYTES = 20 * MIB  # of expandable segments (kLargeBuffer of torch's allocator); a gap's two ends lose about one
 
 
-def find(facts: MemoryFacts) -> Findings:
+def find(facts: ErrorFacts) -> Findings:
     oom, room = facts.oom, facts.room_bytes or 0
     if oom.reading is None or not oom.requested_bytes or is_pool_of_driver(oom):
         return

@@ -6,11 +6,11 @@ Searches the driver's list of processes on the GPU for one that has lost its par
 from lightning_gpu_tools.advice.causes.memory.other_processes import left_over, named, others_are_the_cause
 from lightning_gpu_tools.advice.examples import FLAT, GIB, failed
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
+from lightning_gpu_tools.advice.out_of_memory import ErrorFacts
 from lightning_gpu_tools.gpus.readings import GpuProcess
 
 
-def find(facts: MemoryFacts) -> Findings:
+def find(facts: ErrorFacts) -> Findings:
     orphans = left_over(facts)
     if orphans and others_are_the_cause(facts):
         pids = " ".join(str(process.pid) for process in orphans)

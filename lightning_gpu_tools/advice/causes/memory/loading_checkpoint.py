@@ -5,11 +5,11 @@ Memory ran out in the call that loads it.
 
 from lightning_gpu_tools.advice.examples import failed
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, another_gpu
+from lightning_gpu_tools.advice.out_of_memory import ErrorFacts, another_gpu
 from lightning_gpu_tools.memory.readings import LOADING_CHECKPOINT, SETUP
 
 
-def find(facts: MemoryFacts) -> Findings:
+def find(facts: ErrorFacts) -> Findings:
     if facts.oom.phase != LOADING_CHECKPOINT:
         return
     load = "plugins=[PortableCheckpointIO()]" if facts.run.has_trainer else "load_weights(model, path)"

@@ -10,7 +10,7 @@ from statistics import median
 
 from lightning_gpu_tools.advice.examples import FLAT, GIB, GROWING, failed
 from lightning_gpu_tools.advice.findings import Cause, Finding, Findings, holding, new_finding
-from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, fewer_workers, why_host_is_full
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, ErrorFacts, fewer_workers, why_host_is_full
 from lightning_gpu_tools.memory.readings import MemoryGrowth, MemoryLine
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
@@ -42,7 +42,7 @@ _OF_PREDICTIONS = (
 )
 
 
-def find(facts: MemoryFacts) -> Findings:
+def find(facts: ErrorFacts) -> Findings:
     run, oom = facts
     if oom.source == "host":
         for growth in [growth for growth in run.growth if growth.whose != "gpu"][:1]:
@@ -67,7 +67,7 @@ def find_early(run: RunMeasurements) -> Findings:
         yield _growing(growth, run)
 
 
-def kept_in_validation(facts: MemoryFacts) -> str:
+def kept_in_validation(facts: ErrorFacts) -> str:
     """Return the beginning of a sentence on what each validation batch keeps; empty if the error is not due to it."""
     grown = _growth(facts.oom.validation_begins, facts) if facts.in_validation else None
     if grown is None:
@@ -82,7 +82,7 @@ def left(lines: Sequence[MemoryLine]) -> str:
     return f" The recorded part of it was allocated at {found}." if found else ""
 
 
-def _growth(points: Sequence[tuple[float, float]], facts: MemoryFacts) -> tuple[float, float, float] | None:
+def _growth(points: Sequence[tuple[float, float]], facts: ErrorFacts) -> tuple[float, float, float] | None:
     """Return bytes per step, the first such step, and the total; ``None`` if growth is not steady, or not a cause."""
     points = [point for point in points if point[0] > 1]  # the first step creates the optimizer's states
     if len(points) < _PARTS or facts.room_bytes is None:

@@ -6,14 +6,14 @@ the setup of the model counts as well.
 
 from lightning_gpu_tools.advice.examples import FLAT, GIB, failed
 from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Findings, new_finding
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, another_gpu, is_32, sharded
+from lightning_gpu_tools.advice.out_of_memory import ErrorFacts, another_gpu, is_32, sharded
 from lightning_gpu_tools.memory.readings import SETUP, MemoryHoldings
 from lightning_gpu_tools.units import format_bytes
 
 _MIN_SHARE = 0.85  # our default: the share of the memory that the model takes before any batch
 
 
-def find(facts: MemoryFacts) -> Findings:
+def find(facts: ErrorFacts) -> Findings:
     run, oom = facts
     room, model = facts.room_bytes, oom.model
     if room is None:

@@ -7,7 +7,7 @@ import math
 
 from lightning_gpu_tools.advice.examples import FLAT, MIB, failed
 from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Findings, new_finding
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, another_gpu, sharded
+from lightning_gpu_tools.advice.out_of_memory import ErrorFacts, another_gpu, sharded
 from lightning_gpu_tools.training.phases import BACKWARD, OPTIMIZER
 from lightning_gpu_tools.units import format_bytes, printable
 
@@ -15,7 +15,7 @@ _SAVED_BY_8_BITS = 0.75  # of states in 32 bits: bitsandbytes
 _WORKSPACES_BYTES = 2 * 32 * MIB  # of cuBLAS and cuBLASLt, on Hopper
 
 
-def find(facts: MemoryFacts) -> Findings:
+def find(facts: ErrorFacts) -> Findings:
     oom = facts.oom
     if oom.phase != OPTIMIZER:
         return

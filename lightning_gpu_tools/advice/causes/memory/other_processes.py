@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.examples import FLAT, GIB, STEPS_OF_64, failed
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
-from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, another_gpu
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, ErrorFacts, another_gpu
 from lightning_gpu_tools.gpus.readings import FOREIGN, GpuProcess
 from lightning_gpu_tools.units import format_bytes, printable
 
 _LEFT_OVER_SHARE = 0.5  # our default: of other jobs' memory; from here on, leftover processes are the cause
 
 
-def find(facts: MemoryFacts) -> Findings:
+def find(facts: ErrorFacts) -> Findings:
     run, oom = facts
     if not others_are_the_cause(facts) or left_over(facts):
         return
@@ -33,7 +33,7 @@ def find(facts: MemoryFacts) -> Findings:
     )
 
 
-def others_are_the_cause(facts: MemoryFacts) -> bool:
+def others_are_the_cause(facts: ErrorFacts) -> bool:
     """Return whether this job would fit, or would still fit, without other jobs' memory."""
     oom, size, room = facts.oom, facts.others_bytes, facts.room_bytes
     missing = max(0, oom.requested_bytes - (oom.free_bytes or 0))
@@ -48,7 +48,7 @@ def others_are_the_cause(facts: MemoryFacts) -> bool:
     return room + missing <= max(peaks)
 
 
-def left_over(facts: MemoryFacts) -> list[GpuProcess]:
+def left_over(facts: ErrorFacts) -> list[GpuProcess]:
     """Return processes left over by ended programs; none if they hold too little of the others' memory."""
     orphans = [process for process in facts.oom.others if process.pid in facts.oom.orphans]
     size = sum(process.memory_used_bytes or 0 for process in orphans)

@@ -8,7 +8,7 @@ import math
 
 from lightning_gpu_tools.advice.examples import STEPS_OF_64, failed
 from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Findings, Variant, new_finding
-from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, levers, place_of
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, ErrorFacts, levers, place_of
 from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, OUTSIDE_LOOP, base_phase
 from lightning_gpu_tools.units import format_bytes
 
@@ -16,7 +16,7 @@ _MIN_TIMES = 1.5  # our default: how many times the elements of the median batch
 _BETWEEN_STEPS = (CALLBACK, LOGGING, CHECKPOINT, OUTSIDE_LOOP)
 
 
-def find(facts: MemoryFacts) -> Findings:
+def find(facts: ErrorFacts) -> Findings:
     oom = facts.oom
     taken, usual_bytes = facts.taken_bytes or 0, _usual_step_bytes(facts)
     least = max(MIN_SHARE * (facts.room_bytes or 0), facts.kept_bytes)  # that is worth reporting
@@ -51,7 +51,7 @@ def find(facts: MemoryFacts) -> Findings:
         )
 
 
-def _usual_step_bytes(facts: MemoryFacts) -> int:
+def _usual_step_bytes(facts: ErrorFacts) -> int:
     """Return the most memory that a step has added to the memory at its start; 0 if unknown."""
     memory, last = facts.oom.memory, None if facts.oom.memory is None else facts.oom.memory.last_step
     if memory is None or last is None or not facts.has_completed_full_step:

@@ -5,12 +5,12 @@ Each rank publishes its PID and its GPU. After the error, the driver lists the p
 
 from lightning_gpu_tools.advice.examples import FLAT, GIB, failed
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
+from lightning_gpu_tools.advice.out_of_memory import ErrorFacts
 from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.units import format_bytes, number_ranges
 
 
-def find(facts: MemoryFacts) -> Findings:
+def find(facts: ErrorFacts) -> Findings:
     oom = facts.oom
     strays = [process for process in oom.others if process.pid in oom.strays]
     size, free = sum(process.memory_used_bytes or 0 for process in strays), oom.free_bytes or 0

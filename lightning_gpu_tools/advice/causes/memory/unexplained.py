@@ -7,13 +7,13 @@ processes that grew.
 from lightning_gpu_tools.advice.causes.memory.batch_too_large import has_fitted
 from lightning_gpu_tools.advice.examples import FLAT, failed
 from lightning_gpu_tools.advice.findings import Cause, Findings, holding, new_finding
-from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, another_gpu, fewer_workers, place_of, why_host_is_full
+from lightning_gpu_tools.advice.out_of_memory import ErrorFacts, another_gpu, fewer_workers, place_of, why_host_is_full
 from lightning_gpu_tools.units import format_bytes
 
 _RECORD = "Record a torch memory snapshot: https://pytorch.org/blog/understanding-gpu-memory-1/."
 
 
-def find(facts: MemoryFacts) -> Findings:
+def find(facts: ErrorFacts) -> Findings:
     run, oom = facts
     if oom.source == "host":
         find_them = "Find the processes that hold it with smem, or with top sorted by memory."

@@ -98,7 +98,6 @@ def find(run: RunMeasurements) -> Findings:
         phase=DATA_LOADING,
         evidence={
             "wait_ms_per_step": wait_s * 1e3,
-            "exposed_percent": None if run.gpu_idle is None else 100 * exposed_share(run, DATA_LOADING),
             "loader": None if run.loader_now is None else run.loader_now.name or None,
         },
         detail=f"{format_duration(wait_s)} of {format_duration(step_s)} per steady step",
