@@ -69,6 +69,7 @@ ANN = GpuProcess(pid=9, user="ann", name="train.py", memory_used_bytes=6 * GIB)
 # What differs from an error of a step that began with 8 GiB in tensors, as all steps before it; the cause, and words.
 ERRORS = {
     "first step": ({"begins": [(1, 2 * GIB)], "batch_shape": (64, 512)}, "batch_too_large", "About 39 fit"),
+    "rows that are no samples": ({"batch_shape": (640, 512)}, "batch_too_large", "Lower the batch size (now 64)."),
     "growth": ({"begins": GROWING}, "memory_growth", "grown by 102 MiB per step since step 6"),
     "pieces, with settings to keep": (PIECES, "fragmentation", "=max_split_size_mb:64,expandable_segments:True in the"),
     "a limit": (CAPPED, "batch_too_large", "it uses 10.0 GiB of the 10.1 GiB allowed"),
