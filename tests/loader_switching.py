@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 from trainings import Boom, Model, Samples, quiet_trainer
 
 from lightning_gpu_tools.host import HostBudget
-from lightning_gpu_tools.loaders import search
+from lightning_gpu_tools.loaders import plan, search
 from lightning_gpu_tools.loaders.passes import continued, random_states
 from lightning_gpu_tools.trainer import num_workers_finder
 from lightning_gpu_tools.types import LoaderSettings
@@ -127,6 +127,8 @@ def shorten_trials(set_attribute: Callable[[Any, str, Any], None] = setattr) -> 
     few = {"_MAX_PROBED": 6, "_MIN_BATCHES": 8, "_MIN_SECONDS": 0.1, "_PRECISION": 1.0}
     for name, value in few.items():
         set_attribute(search, name, value)
+    set_attribute(plan, "_TRIALS_OF_CLOSE", 1)
+    set_attribute(plan, "_REPRODUCED", 10.0)  # so short a study says little on a busy machine
     host = HostBudget(cores=1.0, memory_available_bytes=2**36, shm_free_bytes=None)  # at most four workers
     set_attribute(num_workers_finder, "read_host_budget", lambda local_ranks: host)
 

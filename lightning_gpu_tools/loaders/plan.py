@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import mean, median
+from statistics import mean, median, stdev
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import MIN_CEILING
@@ -35,6 +36,11 @@ _MIN_GAIN_ON_CPU = 1.15
 _BUSY_SHARE = 0.25
 _WORKERS_PER_CORE = 4  # our default for workers that only wait
 _DEEP_PREFETCH = 8  # for bursts of slow batches; more did not help in any measured case
+# Two trials of the same settings differ by 2 to 4% (measured), so settings this close to the best may be as good. They
+# are tried three times.
+_CLOSE = 1.10
+_TRIALS_OF_CLOSE = 3
+_REPRODUCED = 0.10  # our default: trials that differ from training by more than this, beyond the noise, are not used
 _MAX_FAILURES = 2  # our default: after that, the number of workers is not the problem
 
 
@@ -45,6 +51,7 @@ class Step(NamedTuple):
     cpu_s: float = 0.0  # CPU seconds of this process during step_s
     wait_s: float = 0.0  # wait for its batch
     threads: int = 0  # number of computing threads; 0 = the step leaves the cores free, like a step on a GPU
+    error_s: float | None = None  # of wait_s + step_s; None if training was not measured
 
     @property
     def total_s(self) -> float:
@@ -68,11 +75,14 @@ def step_cost(steps: Sequence[Step], torch_threads: int, settings: LoaderSetting
     Validation and checkpoints do not change the median.
     """
     study = steps[WARM_UP_STEPS:] or steps
-    step_s, cpu_s = max(1e-6, median(step.step_s for step in study)), median(step.cpu_s for step in study)
+    steps_s = sorted(step.step_s for step in study)
+    step_s, cpu_s = max(1e-6, median(steps_s)), median(step.cpu_s for step in study)
     busy = cpu_s / step_s
     threads = 0 if busy < _BUSY_SHARE * torch_threads else max(1, math.ceil(busy - 0.1))
-    waits_s = [step.wait_s for step in study[max(0, ramp_up(settings) - WARM_UP_STEPS) :]]
-    return Step(step_s, cpu_s, mean(waits_s or [0.0]), threads)
+    waits_s, error_s = [step.wait_s for step in study[max(0, ramp_up(settings) - WARM_UP_STEPS) :]], None
+    if len(waits_s) > 1:  # the 95% interval of the wait, and the spread of the steps
+        error_s = 2 * stdev(waits_s) / len(waits_s) ** 0.5 + step_s - steps_s[len(steps_s) // 4]
+    return Step(step_s, cpu_s, mean(waits_s or [0.0]), threads, error_s)
 
 
 def why_no_search(step: Step) -> str | None:
@@ -101,7 +111,7 @@ class LoaderCase:
         """The plan that the costs alone suggest."""
         step = self.step
         cores = step.cpu_s / step.step_s if step.threads else 0.0
-        step_s = step.step_s / _SLOWER_AFTER_WAITS if step.wait_s else step.step_s
+        step_s = step.step_s if step.error_s is None else step.step_s / _SLOWER_AFTER_WAITS
         return plan_loader(self.original, self.cost, step_s=step_s, host=self.host, cuda=self.cuda, step_cores=cores)
 
 
@@ -121,7 +131,9 @@ def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSetting
     """Return the settings to try next; ``None`` if there is nothing left to find out.
 
     The order is: the original settings, if they have workers; then the predicted number of workers, twice as many, and
-    half as many. If the best of these still waits, more workers or a longer queue.
+    half as many. If the best of these still waits, more workers or a longer queue. Finally, if they are close,
+    repetitions of the best, the choice, and those between the prediction and it, in turns. The search ends if three
+    trials of the original settings do not reproduce the speed of training.
     """
     failed = [trial.settings.num_workers for trial in trials if trial.failed is not None]
     if len(failed) >= _MAX_FAILURES:
@@ -132,6 +144,10 @@ def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSetting
     wanted = [_with_workers(case, workers) for workers in counts]
     if case.original.num_workers:
         wanted.insert(0, case.original)
+    tried = Counter(as_tried(trial.settings) for trial in trials)
+    if why_unsure(case, trials) is not None:
+        again = case.original.num_workers and tried[as_tried(case.original)] < _TRIALS_OF_CLOSE
+        return case.original if again else None
     best = min(combined(trials), key=_seconds)
     workers = best.settings.num_workers
     if workers and _seconds(best) >= MIN_CEILING * (_seconds(best) - best.wait_s):
@@ -139,8 +155,23 @@ def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSetting
             wanted.append(_with_workers(case, min(most, 2 * workers)))
         if workers <= most_workers_in_shm(case.cost, case.host, _DEEP_PREFETCH) and not case.step.threads:
             wanted.append(replace(best.settings, prefetch_factor=_DEEP_PREFETCH))
-    tried = {as_tried(trial.settings) for trial in trials}
-    return next((settings for settings in wanted if as_tried(settings) not in tried), None)
+    for settings in wanted:
+        if as_tried(settings) not in tried:
+            return settings
+    known = [trial for trial in combined(trials) if trial.measured]
+    if not known:
+        return None
+    best_s, chosen = min(map(_seconds, known)), _preferred(case, known)
+    most = chosen.settings.num_workers
+    fewest = min(most, case.plan.settings.num_workers)
+    rivals = [
+        trial.settings
+        for trial in known
+        if _seconds(trial) == best_s
+        or (_seconds(trial) <= _CLOSE * best_s and fewest <= trial.settings.num_workers <= most)
+    ]
+    rivals = [settings for settings in rivals if tried[as_tried(settings)] < _TRIALS_OF_CLOSE and len(rivals) > 1]
+    return min(rivals, key=lambda settings: tried[as_tried(settings)], default=None)
 
 
 def _preferred(case: LoaderCase, known: Sequence[LoaderTrial]) -> LoaderTrial:
@@ -150,9 +181,27 @@ def _preferred(case: LoaderCase, known: Sequence[LoaderTrial]) -> LoaderTrial:
     return min(enough or good, key=lambda trial: (trial.settings.num_workers, trial.settings.prefetch_factor or 0))
 
 
+def why_unsure(case: LoaderCase, trials: Sequence[LoaderTrial]) -> str | None:
+    """Return how the trial of the original settings differs from training; ``None`` if it reproduces its speed."""
+    original = trial_of(trials, case.original)
+    if original is None or case.step.error_s is None:
+        return None
+    # Without workers, the trial waits as long as training, so that only the steps differ.
+    of_s = _seconds(original) if case.original.num_workers else case.step.step_s
+    trained_s = case.step.total_s
+    if abs(_seconds(original) - trained_s) <= _REPRODUCED * of_s + case.step.error_s:
+        return None
+    return (
+        "The trials are not reliable, so the original settings are kept. With these, training took "
+        f"{format_duration(trained_s)} from batch to batch, but a trial took {format_duration(_seconds(original))}."
+    )
+
+
 def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSettings, str]:
     """Return the settings to use and the reason: the fewest workers within 3% of the best, if worth a change."""
     known, original = combined(trials), trial_of(trials, case.original)
+    if (unsure := why_unsure(case, trials)) is not None:
+        return case.original, unsure
     failures = [trial.failed for trial in trials if trial.failed is not None]
     if original is None or not any(trial.measured for trial in known):
         why = f"No settings could be tried: {failures[0]}" if failures else "The time budget was too short"

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import math
 import statistics
+import sys
 import threading
 import time
 from collections import deque
@@ -18,9 +19,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.advice.loader_plan import LoadCost, trial_of
+from lightning_gpu_tools.advice.loader_plan import TOLERANCE, LoadCost, trial_of
 from lightning_gpu_tools.advice.workers import why_not_searched
 from lightning_gpu_tools.host import HostBudget, private_memory_bytes, read_host_budget
 from lightning_gpu_tools.loaders.facts import read_loader_facts
@@ -39,7 +42,8 @@ _MIN_PROBED, _MAX_PROBED, _PROBE_SHARE = 4, 60, 0.05
 # the best, it ends after 8.
 _MIN_BATCHES, _MIN_SECONDS, _PRECISION = 24, 0.4, 0.02
 _HOPELESS, _FIRST_BATCHES = 1.1, 8
-_TRIAL_SHARE = 0.12  # of the budget, at most; a search runs about five trials
+_TRIAL_SHARE = 0.12  # of the budget, at most; a search runs about eight trials
+_REHEARSALS = 3  # our default: the first ones show how much the stand-in can compute
 _CHUNK = bytes(1 << 16)  # hashlib releases Python's lock for 2 KiB or more
 _GRACE_S = 0.5  # for items in progress at the end of a trial
 # Part of the budget reserved for ending workers that hang.
@@ -59,6 +63,8 @@ class Trials:
     def __init__(self, loader: DataLoader[Any], step: Step, budget_s: float) -> None:
         self._loader = loader
         self._step = step
+        self._cpu_s = step.cpu_s
+        self._rest_s: float | None = None
         self._overslept_s = 0.0
         self._budget_s = budget_s
         self._ends_s = time.perf_counter() + budget_s
@@ -112,6 +118,23 @@ class Trials:
         )
         return cost, max(0.0, start_s - mean_s)
 
+    def rehearse(self, wait_s: float) -> float:
+        """Fit the stand-in to the step of a run without workers, with these waits; return the seconds it takes."""
+        step_s = seconds = self._step.step_s
+        count = min(_FIRST_BATCHES, int(_PROBE_SHARE * self._budget_s / (wait_s + step_s)))
+        for _ in range(_REHEARSALS if count else 0):
+            self._rest_s, rests_s, took_s = None, [], []
+            for _ in range(count):
+                time.sleep(wait_s)
+                began_s = time.perf_counter()
+                rests_s.append(self.stand_in())
+                took_s.append(time.perf_counter() - began_s)
+            self._rest_s, seconds = statistics.median(rests_s), statistics.median(took_s)
+            if seconds <= (1 + TOLERANCE) * step_s:
+                break
+            self._cpu_s *= step_s / seconds
+        return seconds
+
     def run(self, settings: LoaderSettings, best_s: float) -> LoaderTrial:
         """Run a trial of these settings, and end it early if they cannot match the best seconds per batch so far."""
         failed = None
@@ -141,23 +164,23 @@ class Trials:
             failed=failed,
         )
 
-    def stand_in(self) -> None:
-        """Take the time of a step, part of which is computed if the step computes on the CPU.
+    def stand_in(self) -> float:
+        """Take the time of a step, part of which is computed if the step computes on the CPU; return the rest.
 
         In 30 cases on the CPU, predictions were 26% too fast on average with a step that sleeps, and 3% with this.
         """
-        step, rest_s = self._step, self._step.step_s
+        step, began_s = self._step, time.perf_counter()
         if step.threads:
-            computing_s = step.cpu_s / step.threads
-            rest_s = max(0.0, rest_s - computing_s)
-            threads = [threading.Thread(target=_burn, args=(computing_s,)) for _ in range(step.threads)]
+            threads = [threading.Thread(target=_burn, args=(self._cpu_s / step.threads,)) for _ in range(step.threads)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-        began_s = time.perf_counter()
+        computed_s = time.perf_counter()
+        rest_s = max(0.0, began_s + step.step_s - computed_s) if self._rest_s is None else self._rest_s
         time.sleep(max(0.0, rest_s - self._overslept_s))
-        self._overslept_s = max(0.0, self._overslept_s + time.perf_counter() - began_s - rest_s)
+        self._overslept_s = max(0.0, self._overslept_s + time.perf_counter() - computed_s - rest_s)
+        return rest_s
 
     def _is_enough(self, passed: Sequence[float], best_s: float) -> bool:
         count, seconds = len(passed), sum(passed)
@@ -211,17 +234,19 @@ def search(
     cuda: bool,
     budget_s: float,
     can_persist: bool = True,
+    bar: bool = False,
     gather: Gather = lambda facts: [facts],
 ) -> LoaderResult:
     """Try a few settings, based on the cost of a batch, and return the best of them.
 
     The loader and all random numbers of this process do not change. With ``gather``, whose errors propagate, all ranks
-    search at the same time and get the same result.
+    search at the same time and get the same result. ``bar`` shows a progress bar.
     """
     began_s = time.perf_counter()
     original = settings = settings_of(loader)
     tried: list[LoaderTrial] = []
-    with undisturbed():
+    with undisturbed(), _progress(budget_s, shown=bar) as show:
+        show("a batch")
         trials, own = _probed(loader, step, budget_s)
         everyones = gather({**own, "host": dataclasses.asdict(host)})
         failed = next((facts["failed"] for facts in everyones if facts["failed"]), None)
@@ -242,9 +267,9 @@ def search(
                 can_persist=can_persist,
             )
             # Without workers, batch and step run one after the other.
-            wait_s = step.wait_s if step.wait_s and not original.num_workers else case.cost.wall_s
+            wait_s, step_s = (max(facts[name] for facts in everyones) for name in ("alone_s", "step_s"))
             alone = replace(original, num_workers=0, prefetch_factor=None, persistent_workers=False)
-            tried.append(LoaderTrial(settings=alone, batch_s=wait_s + step.step_s, wait_s=wait_s, measured=False))
+            tried.append(LoaderTrial(settings=alone, batch_s=wait_s + step_s, wait_s=wait_s, measured=False))
             while (left_s := min(facts["left_s"] for facts in everyones)) > 0:
                 following = next_trial(case, tried)
                 if following is None:
@@ -254,6 +279,7 @@ def search(
                 measured_s = (ramp_up(following) + _FIRST_BATCHES) * max(step.step_s, case.cost.wall_s / workers)
                 start_s = slowest["start_s"] * max(1.0, workers / case.host.cores)
                 if start_s + case.cost.wall_s + measured_s <= left_s:
+                    show(f"{workers} workers, {following.prefetch_factor} batches each")
                     trial = trials.run(following, min(trial.batch_s or math.inf for trial in tried))
                 everyones = gather({"trial": dataclasses.asdict(trial), "left_s": trials.left_s})
                 worst = max(
@@ -282,7 +308,34 @@ def _probed(loader: DataLoader[Any], step: Step, budget_s: float) -> tuple[Trial
         cost, start_s = trials.probe()
     except Exception as error:  # noqa: BLE001 - any error of a sampler or dataset is a reason not to change the loader
         return None, {"failed": f"{failure} ({in_one_line(error)})"}
-    return trials, {"failed": None, "cost": dataclasses.asdict(cost), "start_s": start_s, "left_s": trials.left_s}
+    alone = step.error_s is not None and not loader.num_workers
+    return trials, {
+        "failed": None,
+        "cost": dataclasses.asdict(cost),
+        "alone_s": step.wait_s if alone else cost.wall_s,
+        "step_s": trials.rehearse(step.wait_s) if alone else step.step_s,
+        "start_s": start_s,
+        "left_s": trials.left_s,
+    }
+
+
+@contextmanager
+def _progress(budget_s: float, *, shown: bool) -> Iterator[Callable[[str], None]]:
+    """Show the current trial on a terminal, without a thread, because processes are forked."""
+    bar = Progress(
+        TextColumn("Trying DataLoader settings: {task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn(f"of at most {budget_s:g} s"),
+        console=Console(stderr=True),
+        auto_refresh=False,
+        transient=True,
+        disable=not (shown and sys.stderr.isatty()),
+    )
+    began_s = time.perf_counter()
+    with bar:
+        task = bar.add_task("", total=budget_s)
+        yield lambda words: bar.update(task, description=words, completed=time.perf_counter() - began_s, refresh=True)
 
 
 def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_s: float = 30.0) -> LoaderResult:
@@ -327,4 +380,5 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
         host=read_host_budget(),
         cuda=count_devices() > 0,
         budget_s=budget_s,
+        bar=True,
     )

@@ -52,8 +52,9 @@ class NumWorkersFinder(GuardedCallback):
 
     If training waits for data in its first 25 steps, it pauses, usually for 2 to 10 s. A few settings that suit the
     cost of a batch and this machine's cores, memory and ``/dev/shm`` are tried with a stand-in for the training step.
-    From the next batch on, the fewest workers within 3% of the best are used, but not fewer than predicted. If a
-    hundred steps with them take longer than before, or if loading fails, the original settings are restored.
+    From the next batch on, the fewest workers within 3% of the best are used, but not fewer than predicted. Nothing
+    changes if trials do not reproduce the speed of training. If a hundred steps with them take longer than before, or
+    if loading fails, the original settings are restored.
 
     Batches, their order and the random numbers of the training process stay the same. There is one exception: with
     ``num_workers=0``, random numbers that the dataset draws come from the workers afterwards, as with every change of
@@ -237,6 +238,7 @@ class NumWorkersFinder(GuardedCallback):
             cuda=trains_on_gpu(trainer),
             budget_s=self.budget_s,
             can_persist=not trainer.reload_dataloaders_every_n_epochs,  # which recreates the loader
+            bar=trainer.is_global_zero and trainer.progress_bar_callback is not None,
             gather=self._gather,
         )
         self._use(loading, found)

@@ -125,12 +125,40 @@ def test_what_is_taken_and_why(of: LoaderCase, trials: list[LoaderTrial], count:
     assert said in reason
 
 
+TRAINED = Step(0.01, wait_s=0.04, error_s=0.001)
+
+
+@pytest.mark.parametrize(
+    ("of", "current"),
+    [
+        # Without workers, only the stand-in for the step can differ: 10 ms, plus the noise.
+        (case(step=TRAINED), trial(0, 0.0525, wait_s=0.04)),
+        (case(step=TRAINED, original=workers(1)), trial(1, 0.043)),
+    ],
+)
+def test_trials_that_do_not_reproduce_training_change_nothing(of: LoaderCase, current: LoaderTrial) -> None:
+    trials = [current]
+    if of.original.num_workers:  # another program may have disturbed the trial
+        trials = [trial(0, 0.05, wait_s=0.04), current]
+        assert next_trial(of, trials) == of.original
+        assert next_trial(of, [*trials, current]) == of.original
+    assert next_trial(of, [*trials, current, current]) is None
+    settings, reason = choose(of, [*trials, trial(5, 0.01)])
+    assert settings == of.original
+    assert f"took 50 ms from batch to batch, but a trial took {1000 * current.batch_s:.3g} ms" in reason  # type: ignore[operator]
+    # Up to a tenth, and the noise of the study, it is the same.
+    near = replace(current, batch_s=0.05 + 0.7 * (current.batch_s - 0.05))  # type: ignore[operator]
+    assert next_trial(of, [*trials[:-1], near]) not in (None, of.original)
+    assert choose(of, [*trials[:-1], near, trial(5, 0.01)])[0] != of.original
+    assert next_trial(replace(of, step=of.step._replace(error_s=None)), trials) not in (None, of.original)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("slower", [0.9, 1.25])
 def test_choices_are_near_the_best_despite_slow_stand_ins(slower: float, seed: int) -> None:
     drawn, step_s = random.Random(seed), 0.01
     load_s, stand_in_s = step_s * drawn.uniform(0.5, 12.0), step_s * slower
-    of = case(load_s, step=Step(stand_in_s, wait_s=load_s))
+    of = case(load_s, step=Step(stand_in_s, wait_s=load_s, error_s=0.0))
     # Two trials of the same settings differ by up to 3%.
     trials = tried(of, lambda settings: max(stand_in_s, load_s / settings.num_workers) * drawn.uniform(1.0, 1.03))
     chosen = choose(of, trials)[0].num_workers
@@ -189,6 +217,7 @@ def test_a_step_computes_from_a_quarter_of_torchs_threads_on(cpu_s: float, torch
 def test_the_wait_is_measured_once_the_batches_loaded_ahead_are_used() -> None:
     steps = [step(0.0, 0.01)] * 15 + [step(0.02, 0.01)] * 10
     assert step_cost(steps, 8, workers(4, prefetch=2)).wait_s == pytest.approx(0.02 * 10 / 11)
+    assert step_cost(steps, 8, workers(8, prefetch=2)).error_s is None
 
 
 def test_a_loader_that_keeps_up_is_not_searched() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from trainings import Samples
 
 from lightning_gpu_tools import find_loader_settings
+from lightning_gpu_tools.advice.examples import a_host
 from lightning_gpu_tools.loaders import search
 from lightning_gpu_tools.loaders.plan import Step
 
@@ -91,27 +94,53 @@ def test_items_that_hang_end_the_search_within_its_budget(monkeypatch: pytest.Mo
 class Clock:
     """Time that passes only where a program sleeps or computes."""
 
-    now_s = cpu_s = 0.0
+    def __init__(self, oversleeps: float = 1.0, seconds_per_cpu_s: float = 1.0) -> None:
+        self.oversleeps, self.seconds_per_cpu_s = oversleeps, seconds_per_cpu_s
+        self.now_s = self.cpu_s = 0.0
 
     def perf_counter(self) -> float:
         return self.now_s
 
     def sleep(self, seconds: float) -> None:
-        self.now_s += 1.3 * seconds
+        self.now_s += self.oversleeps * seconds
 
     def thread_time(self) -> float:
         self.cpu_s += 0.0001
-        self.now_s += 0.0002  # workers have the core half of the time
+        self.now_s += 0.0001 * self.seconds_per_cpu_s
         return self.cpu_s
 
 
-@pytest.mark.parametrize(
-    ("step", "seconds"), [(Step(0.01), 0.01), (Step(0.02, cpu_s=0.01, threads=1), 0.01 + 2 * 0.01)]
-)
-def test_the_stand_in_takes_as_long_as_the_step(step: Step, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+def test_the_stand_in_takes_as_long_as_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(oversleeps=1.3)
     monkeypatch.setattr(search, "time", clock)
-    trials = search.Trials(DataLoader(Samples(9)), step, budget_s=30)
+    trials = search.Trials(DataLoader(Samples(9)), Step(0.01), budget_s=30)
+    began_s = clock.now_s
     for _ in range(20):
         trials.stand_in()
-    assert clock.now_s / 20 == pytest.approx(seconds, rel=0.03)
+    assert (clock.now_s - began_s) / 20 == pytest.approx(0.01, rel=0.03)
+
+
+def test_what_a_step_computes_is_faster_once_it_no_longer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, rest_s = Clock(seconds_per_cpu_s=1.5), 0.005
+    monkeypatch.setattr(search, "time", clock)
+    trials = search.Trials(DataLoader(Samples(9)), Step(0.02, cpu_s=0.01, threads=1), budget_s=30)
+    # It computes less if other programs slow it down.
+    assert trials.rehearse(0.04) == pytest.approx(0.02, rel=0.05)
+    computed_s = (0.02 - rest_s) / 1.5
+    for now in (1.0, 4.0):
+        clock.seconds_per_cpu_s, began_s = now, clock.now_s
+        trials.stand_in()
+        assert clock.now_s - began_s == pytest.approx(rest_s + now * computed_s, rel=0.05)
+
+
+def test_a_stand_in_that_is_slower_than_the_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: time.sleep(seconds + 0.03)})
+    monkeypatch.setattr(search, "time", slow)
+    loader = DataLoader(Samples(90, time.sleep, LOAD_S), batch_size=None)
+    step = Step(STEP_S, wait_s=LOAD_S, error_s=0.0001)
+    result = search.search(loader, step=step, host=a_host(8.0), cuda=False, budget_s=6)
+    assert result.settings == result.original
+    assert {trial.settings.num_workers for trial in result.trials} == {0}
+    trained_ms, tried_ms = re.search(r"training took ([\d.]+) ms .* a trial took ([\d.]+) ms", result.reason).groups()  # type: ignore[union-attr]
+    assert float(trained_ms) == pytest.approx(1000 * (step.wait_s + step.step_s))
+    assert float(tried_ms) >= 30  # of the stand-in alone
