@@ -40,7 +40,7 @@ import transformers
 from harness import make_parser, write_result
 from torch import nn
 
-from lightning_gpu_tools.dry_run.result import Judgment, ProcessRecord, context_bytes, near_the_limit, usable_bytes
+from lightning_gpu_tools.dry_run.result import ProcessRecord, context_bytes, judge, usable_bytes
 
 # Bounds of the relative error of a peak, fixed before the first run.
 BOUNDS = {"allocated": (-0.03, 0.08), "reserved": (-0.08, 0.12)}
@@ -216,9 +216,10 @@ def judged(bracket: Bracket, batch: int) -> dict[str, Any]:
     child = context.Process(target=_train_in_child, args=(bracket, batch, theirs))
     child.start()
     theirs.close()
-    record = ProcessRecord(torch="", outcome="complete", **ours.recv())
+    record = ProcessRecord(torch="", uses_gpu=True, **ours.recv())
+    record.outcome = "ended" if record.failures else "complete"
     child.join()
-    judgment = near_the_limit(Judgment("does_not_fit" if record.failures else "fits", record), GPU)
+    judgment = judge(int(record.failures > 0), [record], "", GPU)
     found = {
         "model": bracket.model,
         "size": bracket.size,

@@ -87,10 +87,8 @@ class DryRun:
         needed_bytes: Memory that the process with the highest peak needs on its GPU, including the CUDA context and,
             with several ranks, NCCL's buffers.
         min_free_bytes: Value for ``--min-free``: 20% more than ``needed_bytes``, limited to the memory of the GPU.
-        steps: Completed training steps.
         batch_size: First dimension of the first tensor that the model received; of a list of images, its length.
         peak: Time and place of the peak memory of tensors: step, phase, file, line, function.
-        failure: Time and place of the allocator's failure, if the training does not fit.
         parts_bytes: Uses of ``needed_bytes``, by part as in ``gpu_report.json``.
         lines: The ten lines that allocated the most of it.
         largest_batch: Largest batch size that fits, predicted from the recorded allocations.
@@ -107,10 +105,8 @@ class DryRun:
     usable_bytes: int
     needed_bytes: int | None = None
     min_free_bytes: int | None = None
-    steps: int = 0
     batch_size: int | None = None
     peak: Moment | None = None
-    failure: Moment | None = None
     parts_bytes: Mapping[str, int] = field(default_factory=dict)
     lines: tuple[MemoryLine, ...] = ()
     largest_batch: int | None = None
@@ -230,9 +226,7 @@ def result(judgment: Judgment, gpu: str, steps: int, needs: ProcessRecord | None
         reason=f"needs more than {_all_of(gpu)}.{_failed(record)}",
         gpu=gpu,
         usable_bytes=usable,
-        steps=record.steps,
         batch_size=record.batch_size,
-        failure=None if fits else record.failure,
     )
     known = record if fits else needs
     if known is None:
