@@ -107,6 +107,13 @@ def test_the_clock_is_asked_for_while_something_holds_it_down(driver, probe_of):
     assert clocks == [None, None, pytest.approx(60), None]
 
 
+def test_a_counter_of_pcie_that_may_wrap_is_not_reported(driver, probe_of):
+    driver.gpus = [gpu(pcie_tx_bytes_per_second=1e6, pcie_rx_bytes_per_second=1e6)]
+    assert [probe_of().after(1).pcie_tx_bytes for _ in range(2)] == [None, None]
+    driver.gpus[0].pcie_rx_bytes_per_second = 1e9  # now one of them has exceeded 32 bits
+    assert probe_of().after(1).pcie_tx_bytes > 0
+
+
 def test_gpm_gives_means_over_the_whole_interval(driver, probe_of):
     driver.gpus = [
         gpu(
