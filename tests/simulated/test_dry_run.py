@@ -91,15 +91,20 @@ def test_a_plain_loop_that_fits(dry_run: DryRun) -> None:
     assert "No validation ran, so its peak is unknown." in found["unknown"]
 
 
-def test_a_loop_in_a_shell_script_that_does_not_fit_and_the_largest_batch(dry_run: DryRun, tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(f'{sys.executable} "$1" "${{@: -1}}"')  # the last argument
-    options = ["--gpu", "t4", "--vary", "{}"]
-    code, found, errors = dry_run(LOOP, "400000", options=options, program=["bash", "run.sh"])
+def test_a_plain_loop_that_does_not_fit(dry_run: DryRun) -> None:
+    code, found, errors = dry_run(LOOP, "400000", options=["--gpu", "t4"])
     assert code == 1, errors
     assert "OutOfMemoryError" in errors
     assert "failed in forward of step 1, at train.py:10 in forward." in found["reason"]
     assert found["needed_bytes"] > 3 * 400000 * 4096 * 4
     assert found["fits_on"]["h100-80gb"] == "perhaps"  # of another compute capability
+
+
+def test_the_largest_batch_by_trials_of_a_shell_script(dry_run: DryRun, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f'{sys.executable} "$1" "${{@: -1}}"')  # the last argument
+    options = ["--gpu", "t4", "--vary", "{}"]
+    code, found, errors = dry_run(LOOP, "65536", options=options, program=["bash", "run.sh"])
+    assert code == 0, errors
     fits = [int(number) for number, does in found["trials"].items() if does]
     too_large = [int(number) for number, does in found["trials"].items() if not does]
     assert 0 < max(fits) < min(too_large) <= 1.06 * max(fits)
