@@ -101,12 +101,12 @@ def measured_again(folder: Path, batches: Callable[[TrainingWatch], Iterable[Any
         return None
 
 
-@pytest.mark.follows("watch() sees no DataLoader inside of this ")
+@pytest.mark.follows("watch() sees no DataLoader inside of this ", "enumerate(run.batches(loader)), not")
 def test_a_hidden_loader_gets_settings_once_passed_directly(tmp_path: Path) -> None:
     found = measured(tmp_path, lambda run: run.batches(enumerate(photos())))
     assert "watch() sees no DataLoader inside of this enumerate." in found.advice
-    code = code_in(found.advice, r"run\.batches\(loader\)")
-    after = measured(tmp_path, lambda run: enumerate(eval(code, {"run": run, "loader": photos()})))
+    code = code_in(found.advice, r"enumerate\(run\.batches\(loader\)\)")
+    after = measured(tmp_path, lambda run: eval(code, {"run": run, "loader": photos()}))
     assert settings_in(after.advice)["num_workers"] > 1
 
 

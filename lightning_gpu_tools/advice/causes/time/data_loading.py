@@ -143,7 +143,10 @@ def _of_another_loader(run: RunMeasurements) -> str:
     facts = run.loader_now
     if facts is not None and facts.is_iterator and not run.has_trainer:
         kind = printable(facts.kind.rpartition(".")[2])
-        return f"watch() sees no DataLoader inside of this {kind}. Pass the DataLoader itself to run.batches(loader)."
+        return (
+            f"watch() sees no DataLoader inside of this {kind}. Pass the DataLoader itself: "
+            "enumerate(run.batches(loader)), not run.batches(enumerate(loader))."
+        )
     kind = "" if facts is None else f" but a {printable(facts.kind)}"
     return (
         f"The loader{_name(facts)} is not a torch DataLoader{kind}. Use its own settings to load in parallel, or cache "
