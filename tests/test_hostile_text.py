@@ -171,8 +171,15 @@ def test_checkpoint_commands_print_hostile_names_harmlessly(
         assert_harmless(shown.err)
 
 
-def test_json_is_ascii_with_whole_names(reports: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
-    main(["report", reports["report.json"], "--format", "json"])
+@pytest.mark.parametrize(
+    "arguments",
+    [["checkpoint", "inspect", "lightning.ckpt", "--json"], ["report", "report.json", "--format", "json"]],
+    ids=" ".join,
+)
+def test_json_is_ascii_with_whole_names(
+    files: dict[str, str], reports: dict[str, str], capfd: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    main([{**files, **reports}.get(one, one) for one in arguments])
     shown = capfd.readouterr()
     assert shown.out.isascii()
     assert {c for c in shown.out if not c.isprintable()} == {"\n"}

@@ -301,8 +301,11 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
     )
     if not is_of_its_kind:
         return f"{_kind(value)} instead of {_kind(target)}"
-    if target.is_inference() and not torch.is_inference_mode_enabled():
-        return "the model has an inference tensor; replace it with its clone()"
+    is_expanded = target.layout is torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)
+    )
+    if is_expanded or (target.is_inference() and not torch.is_inference_mode_enabled()):
+        return "the model has an inference or expanded tensor; replace it with its clone()"
     return "" if value.dtype is target.dtype else changed_number(value, target.dtype)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from lightning_gpu_tools.patches import collector_paused
 from lightning_gpu_tools.units import format_bytes, format_duration, printable, printable_path, wrapped
 
 _ANY = "a file, a folder with a checkpoint or its shards, their index file, or the URL of a file"
+_SCHEMA_VERSION = 1  # of the JSON of `inspect`
 _EXIT_CODES = "Exit code: 0 done; 1 failed, with the reason on stderr; 2 wrong usage."
 
 
@@ -43,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog=_EXIT_CODES,
     )
     inspect.add_argument("file", metavar="FILE", help=_ANY)
+    inspect.add_argument("--json", action="store_true", help="print JSON (sizes in bytes; 0 and null = unknown)")
     inspect.set_defaults(run=_inspect)
 
     verify = actions.add_parser(
@@ -80,8 +83,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @collector_paused()
 def _inspect(args: argparse.Namespace) -> int:
-    print("\n".join(_describe(formats.read_structure(args.file))))
+    structure = formats.read_structure(args.file)
+    print(_as_json(structure) if args.json else "\n".join(_describe(structure)))
     return 0
+
+
+def _as_json(structure: Structure) -> str:
+    """Return the facts about a file as JSON. Sizes are in bytes; 0 and ``null`` mean unknown."""
+    weights: dict[str, list[dict[str, Any]]] = {}
+    for name, described in check_contents(structure.content, structure.path).items():
+        weights[name] = []
+        for key, info in described.items():
+            shape, dtype = getattr(info, "shape", None), getattr(info, "dtype", None)
+            *_, numel, size_bytes = _facts(info)
+            weights[name].append({"key": key, "shape": shape, "dtype": dtype, "numel": numel, "bytes": size_bytes})
+    top = structure.content if isinstance(structure.content, Mapping) and "" not in weights else {}
+    found = {
+        "schema_version": _SCHEMA_VERSION,
+        "path": structure.path,
+        "format": structure.format,
+        "shards": len(structure.shards) or None,
+        "size_bytes": structure.size_bytes,
+        "devices": sorted(structure.devices),
+        "beyond_plain_data": beyond_plain_data(structure.globals),
+        "entries": {str(name): describe_content(value) for name, value in top.items()},
+        "weights": weights,
+    }
+    return json.dumps(found)
 
 
 def _describe(structure: Structure) -> list[str]:

@@ -98,13 +98,15 @@ def test_weights_that_torch_cannot_copy_are_removed(run: Run) -> None:
 @pytest.mark.follows("replace it with its clone()")
 def test_a_tensor_that_cannot_be_changed_is_replaced(run: Run) -> None:
     torch.save(WEIGHTS, "a.pt")
-    model = net()
     with torch.inference_mode():
-        model[1].bias = nn.Parameter(torch.zeros(2), requires_grad=False)
-    method = found(r"replace it with its (\w+)\(\)", refusal(model))
-    model[1].bias = nn.Parameter(getattr(model[1].bias, method)(), requires_grad=False)
-    load_weights(model, "a.pt")
-    assert contents(model) == contents(SOURCE)
+        fixed = torch.zeros(2)
+    for unchangeable in (fixed, torch.zeros(1).expand(2)):
+        model = net()
+        model[1].bias = nn.Parameter(unchangeable, requires_grad=False)
+        method = found(r"replace it with its (\w+)\(\)", refusal(model))
+        model[1].bias = nn.Parameter(getattr(model[1].bias, method)(), requires_grad=False)
+        load_weights(model, "a.pt")
+        assert contents(model) == contents(SOURCE)
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------

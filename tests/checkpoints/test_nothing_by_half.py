@@ -89,7 +89,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any], Net], object], str]] = {
     "no numbers": (stores("weight", torch.ones(3, 3, device="meta")), r"weight \(no numbers: it was saved from"),
     "beyond the range": (stores("fine", torch.tensor([1, 1e6, 2])), r"fine \(1e\+06 would become inf as float16\)"),
     "complex": (stores("bias", torch.tensor([1, 1j, 2])), "complex number cannot become float32"),
-    "inference tensor": (has(inference), "has an inference tensor"),
+    "inference tensor": (has(inference), "has an inference or expanded tensor"),
     "two for a tied one": (ties, r'last\.weight \(differs from ".*first\.weight"'),
     "a hook that drops": (does(drops), r"Missing .*last\.bias"),
     "a module that writes": (writes, "mine"),

@@ -39,6 +39,7 @@ OPERATIONS: dict[str, Callable[[str, Path], object]] = {
     "class": lambda path, _: load_from_checkpoint(Lit, path, strict=False),
     "plugin": lambda path, _: PortableCheckpointIO().load_checkpoint(path),
     "inspect": lambda path, _: main(["checkpoint", "inspect", path]),
+    "json": lambda path, _: main(["checkpoint", "inspect", path, "--json"]),
     "verify": lambda path, _: main(["checkpoint", "verify", path]),
     "convert": convert("target.pt"),
     "safetensors": convert("target.safetensors"),

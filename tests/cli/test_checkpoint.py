@@ -1,5 +1,6 @@
 """``checkpoint inspect | verify | convert`` as a user runs them, on contents of all kinds."""
 
+import json
 import os
 import pkgutil
 import re
@@ -37,6 +38,16 @@ def test_inspect_shows_what_is_inside(last: str, run: Run) -> None:
     assert "model.module._orig_mod.layers.{0…2}.weight" in out
     assert "192 B" in out
     assert max(map(len, out.splitlines())) <= max(100, len(last) + 40)
+
+
+def test_inspect_gives_json(last: str, run: Run) -> None:
+    summary = json.loads(run("inspect", last, "--json")[1])
+    assert (summary["schema_version"], summary["devices"]) == (1, ["cpu"])
+    assert summary["size_bytes"] == os.path.getsize(last)
+    assert summary["entries"]["epoch"] == "the value 3"
+    first = summary["weights"]["state_dict"][0]
+    assert (first["key"], first["shape"]) == ("model.module._orig_mod.layers.0.weight", [4, 4])
+    assert (first["dtype"], first["numel"], first["bytes"]) == ("float32", 16, 64)
 
 
 def test_what_cannot_be_read_exits_1_with_a_reason(tmp_path: Path, run: Run) -> None:
