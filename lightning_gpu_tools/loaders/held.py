@@ -155,11 +155,11 @@ def _state(thing: Any) -> object:
         if isinstance(thing, container):
             return container.__len__(thing)
     if isinstance(thing, torch.Generator):
-        return thing.get_state().tolist()
+        return thing.get_state().tolist() if thing.device.type == "cpu" else None  # a GPU would have to be waited for
     if isinstance(thing, GENERATORS):
         return state_of(thing)
     if type(thing) in (torch.Tensor, torch.nn.Parameter):
-        is_on_cpu = thing.device.type == "cpu" and thing.layout is torch.strided  # a GPU would have to be waited for
+        is_on_cpu = thing.device.type == "cpu" and thing.layout is torch.strided
         if not is_on_cpu or thing.is_quantized or not thing.is_contiguous():
             return None
         few = thing.detach().reshape(-1)[:: thing.numel() // _MAX_ELEMENTS + 1]
