@@ -132,7 +132,7 @@ def log_with(folder: Path, rank: int, **options: bool) -> None:
     callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
     place = {"devices": 1, "num_nodes": 2, "strategy": "ddp", "use_distributed_sampler": False}
     trainer = quiet_trainer(folder, callbacks=callbacks, **place)
-    run(trainer, "test", Uneven(), loader(Samples(60)))
+    run(trainer, "test", Uneven(), loader(Samples(100)))
 
 
 @pytest.mark.follows("Pass on_step=False to self.log")

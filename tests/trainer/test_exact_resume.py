@@ -149,7 +149,7 @@ def test_a_training_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 
 class Slow(Photos):
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.01)
+        time.sleep(0.02)
         return super().__getitem__(index)
 
 
