@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog=_EXIT_CODES,
     )
     inspect.add_argument("file", metavar="FILE", help=_ANY)
-    inspect.add_argument("--json", action="store_true", help="print JSON (sizes in bytes; 0 and null = unknown)")
+    inspect.add_argument("--json", action="store_true", help="print JSON (sizes in bytes, null = unknown)")
     inspect.set_defaults(run=_inspect)
 
     verify = actions.add_parser(
@@ -89,7 +89,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _as_json(structure: Structure) -> str:
-    """Return the facts about a file as JSON. Sizes are in bytes; 0 and ``null`` mean unknown."""
+    """Return the facts about a file as JSON. Sizes are in bytes; ``null`` means unknown."""
     weights: dict[str, list[dict[str, Any]]] = {}
     for name, described in check_contents(structure.content, structure.path).items():
         weights[name] = []
@@ -144,8 +144,8 @@ def _weight_lines(name: str, weights: Mapping[str, Any]) -> list[str]:
         wrappers.update({segment for segment in segments[:-1] if is_wrapper_name(segment)})
         facts = _facts(info)
         groups.setdefault((*facts, *(segment for segment in segments if not segment.isdigit())), []).append(key)
-        numbers += facts[2]
-        total_bytes += facts[3]
+        numbers += facts[2] or 0
+        total_bytes += facts[3] or 0
     lines = [f"{printable(name or 'weights')}: {len(weights)} keys, {numbers:,} numbers, {format_bytes(total_bytes)}"]
     if wrappers:
         counts = (f'"{segment}." ({count})' for segment, count in sorted(wrappers.items()))
@@ -156,17 +156,18 @@ def _weight_lines(name: str, weights: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _facts(info: Any) -> tuple[str, str, int, int]:
-    """Return the shape and the dtype of a tensor, and how many numbers and bytes it has; 0 means unknown."""
+def _facts(info: Any) -> tuple[str, str, int | None, int | None]:
+    """Return the shape and the dtype of a tensor, and how many numbers and bytes it has; ``None`` if unknown."""
     if not isinstance(info, TensorInfo):
-        return "-", "-", 0, 0
-    numel = 0 if info.shape is None else math.prod(info.shape)
+        return "-", "-", None, None
     kind = info.kind.rpartition(".")[2]
-    # On the meta device, sparse, or of a class that packs its numbers.
-    is_block = info.storage is not None or not kind
-    shape = "-" if info.shape is None else shown_shape(info.shape)
     dtype = printable(f"{info.dtype}{kind and f' ({kind})'}", 40)
-    return shape, dtype, numel, numel * BYTES_OF_DTYPE.get(info.dtype, 0) * is_block
+    if info.shape is None:
+        return "-", dtype, None, None
+    numel, item_bytes = math.prod(info.shape), BYTES_OF_DTYPE.get(info.dtype, 0)
+    # Without a block of numbers: on the meta device, sparse, or of a class that packs its numbers.
+    is_known = item_bytes > 0 and (info.storage is not None or not kind)
+    return shown_shape(info.shape), dtype, numel, numel * item_bytes if is_known else None
 
 
 @collector_paused()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,11 +31,12 @@ def main() -> int:
         except (SimulatedCudaError, ValueError) as error:
             parser.error(str(error))
         try:
-            code = subprocess.call(arguments.command, env=machine.environment())
+            program = subprocess.Popen(arguments.command, env=machine.environment())
         except OSError as error:
             parser.exit(127, f"{arguments.command[0]} cannot be started: {error.strerror}.\n")
-        except KeyboardInterrupt:  # the program has it, too
-            return 130
+        signal.signal(signal.SIGTERM, lambda *_: program.terminate())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program has it, too
+        code = program.wait()
         return code if code >= 0 else 128 - code
 
 

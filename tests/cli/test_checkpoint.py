@@ -50,6 +50,13 @@ def test_inspect_gives_json(last: str, run: Run) -> None:
     assert (first["dtype"], first["numel"], first["bytes"]) == ("float32", 16, 64)
 
 
+def test_unknown_sizes_are_null_in_json(tmp_path: Path, run: Run) -> None:
+    torch.save({"kept": torch.eye(3).to_sparse(), "empty": torch.zeros(0, 4)}, tmp_path / "sparse.pt")
+    sparse, empty = json.loads(run("inspect", str(tmp_path / "sparse.pt"), "--json")[1])["weights"][""]
+    assert (sparse["numel"], sparse["bytes"]) == (None, None)
+    assert (empty["numel"], empty["bytes"]) == (0, 0)
+
+
 def test_what_cannot_be_read_exits_1_with_a_reason(tmp_path: Path, run: Run) -> None:
     (tmp_path / "web.ckpt").write_bytes(b"<html>")
     for action in ("inspect", "verify"):
