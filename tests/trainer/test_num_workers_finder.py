@@ -22,7 +22,6 @@ from trainings import Model, Samples, quiet_trainer
 
 import lightning_gpu_tools
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report
-from lightning_gpu_tools.advice import loader_plan
 from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.types import LoaderResult
 
@@ -262,7 +261,6 @@ def test_settings_that_fail_are_reverted_without_losing_a_batch(tmp_path: Path) 
 def test_settings_slower_than_the_original_are_reverted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "CONFIRM_STEPS", 8)
     monkeypatch.setattr(plan, "_DEEP_PREFETCH", 2)  # more batches under way would need a longer training
-    monkeypatch.setattr(loader_plan, "_PREFETCH_FROM_SPREAD", ())  # on a busy machine, batches come unevenly
     flag = tmp_path / "slow"  # four workers then take 150 ms a batch
     dataset = Slow(80, lambda: flag.exists() and time.sleep(0.6))
     result, watch = find(tmp_path, DataLoader(dataset), WhenApplied(flag.touch))
