@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.gpus.readings import FOREIGN, GpuClaim, GpuReading, folded_claims, not_none
+from lightning_gpu_tools.gpus.readings import FOREIGN, GpuClaim, GpuProcess, GpuReading, folded_claims, not_none
+from lightning_gpu_tools.processes import INIT
 from lightning_gpu_tools.selection import claims as all_claims
 from lightning_gpu_tools.selection import cuda
 from lightning_gpu_tools.selection.ranking import Request, effective_free_bytes, is_outdated, rank_gpus
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 _REFRESH_EVERY_S = 2.0
 _SHORT_UUID = len("MIG-5e6f7a8b")
 _MAX_NAME = len("NVIDIA RTX 6000 Ada Generation")  # longer ones are folded
-_MIN_AGE_S = 300.0  # our default: a job younger than five minutes may still be loading data
+_MIN_AGE_S = 300.0  # our default: a process younger than five minutes may still be loading data
 _UTIL = 4  # the column
 _MIN_BUSY_PERCENT, _MIN_FULL_PERCENT = 10.0, 70.0  # our defaults, of colors alone
 _MAX_CLAIMS = 3  # our default: of a user, in a row
@@ -33,16 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
         "Show every GPU of the machine, regardless of CUDA_VISIBLE_DEVICES: memory, utilization over the last seconds, "
-        "processes, claims, MIG instances, and why a GPU cannot be used. A claim is unused if it is older than five "
-        "minutes and its user has no process on that GPU. At most three claims of a user on a GPU are listed; others "
-        "are counted. With --by-user, show what each user uses and has claimed on all GPUs together."
+        "processes, claims, MIG instances, and why a GPU cannot be used. A process is idle if it is older than five "
+        "minutes and has no recent GPU activity. An idle process is left over if its parent has exited. A claim is "
+        "unused if it is older than five minutes and its user has no process on that GPU. At most three claims of a "
+        "user on a GPU are listed; others are counted. With --by-user, show what each user uses and has claimed on "
+        "all GPUs together."
     )
     parser.epilog = (
         "JSON: a list of the GPUs in PCI order with the fields of lightning_gpu_tools.types.GpuReading, in bytes and "
         "seconds since the epoch; null = not reported. Each GPU also has `effective_free_bytes` (free and not claimed) "
         "and `claims`, both null if claims cannot be read. Each claim has `user`, `pid`, `hostname`, `kind` (memory, "
         "whole or exclusive), `memory_bytes`, `since_s` and `is_unused`; `pid` is null unless it is certain, and "
-        "`hostname` if you may not read the claim. "
+        "`hostname` if you may not read the claim. Each process also has `started_s`, `is_idle` and `is_left_over`. "
         "With --by-user: `users`, those with most memory first, and `unknown_gpus`, whose processes cannot be read."
     )
     parser.add_argument("--by-user", action="store_true", help="Show a row for each user instead of each GPU.")
@@ -84,7 +90,7 @@ def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
     """Return the GPUs and the claims; ``None`` if the claims cannot be read."""
     from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
-    gpus = nvml.read_gpus()
+    gpus = nvml.read_gpus(with_loads=True)
     process_ids = {process.pid for gpu in gpus for process in gpu.processes or () if not process.is_foreign}
     all_claims.warn_if_private()
     try:
@@ -97,6 +103,8 @@ def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
 
 def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> dict[str, Any]:
     found = gpu.as_json()
+    for process, fields in zip(gpu.processes or (), found["processes"] or (), strict=True):
+        fields.update(_state(process))
     found["mig_instances"] = [_as_json(instance, claims) for instance in gpu.mig_instances]
     found["effective_free_bytes"] = found["claims"] = None
     if claims is not None:
@@ -224,8 +232,27 @@ def _use(gpu: GpuReading) -> str:
     for one in gpu.processes or ():
         memory = "" if one.memory_used_bytes is None else format_bytes(one.memory_used_bytes)
         process = one.name or (FOREIGN if one.is_foreign else f"pid {one.pid}")
-        lines.append(" ".join(printable(part) for part in (one.user, process, memory) if part))
+        line = " ".join(printable(part) for part in (one.user, process, memory) if part)
+        state = _state(one)
+        if state["is_idle"]:
+            label = "left over" if state["is_left_over"] else "idle"
+            line += f" (pid {one.pid}), {label}, started {format_duration(time.time() - state['started_s'])} ago"
+        lines.append(line)
     return "\n".join(lines)
+
+
+def _state(process: GpuProcess) -> dict[str, Any]:
+    """Return facts that the driver does not report; ``None`` if the process is not visible from here."""
+    state: dict[str, Any] = {"started_s": None, "is_idle": None, "is_left_over": None}
+    if process.user is not None:  # otherwise the PID is from another namespace
+        with contextlib.suppress(psutil.Error):
+            seen = psutil.Process(process.pid)
+            state["started_s"] = seen.create_time()
+            if process.utilization_percent is not None and not process.graphics_only:
+                is_old = time.time() - seen.create_time() >= _MIN_AGE_S
+                state["is_idle"] = is_old and process.utilization_percent == 0
+                state["is_left_over"] = state["is_idle"] and seen.ppid() == INIT
+    return state
 
 
 def _is_unused(claim: GpuClaim, gpu: GpuReading) -> bool | None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import psutil
@@ -19,6 +19,7 @@ from fake_driver import Driver, gpu, mig, process
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.cli import gpus as gpus_command
 from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools.processes import INIT
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 Call = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -69,9 +70,38 @@ def test_json_is_a_list_with_everything_known(driver: Driver, call: Call) -> Non
 
 
 @pytest.fixture
+def left_process() -> Iterator[int]:
+    """A process whose parent has ended."""
+    script = "import subprocess as s; print(s.Popen(['sleep', '100'], stdout=s.DEVNULL).pid)"
+    pid = int(subprocess.check_output([sys.executable, "-c", script]))
+    yield pid
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
 def visible_pids(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's PIDs name this machine's processes, also if this test runs in a container."""
     monkeypatch.setattr(nvml, "pids_are_ours", lambda: True)
+
+
+@pytest.mark.usefixtures("visible_pids")
+def test_who_only_holds_memory_is_marked(
+    driver: Driver, call: Call, monkeypatch: pytest.MonkeyPatch, left_process: int
+) -> None:
+    driver.gpus = [gpu(processes=[process(left_process, "3GiB"), process(memory="1GiB"), process(1, "1GiB", sm=40)])]
+    monkeypatch.setattr(gpus_command, "_MIN_AGE_S", 1e9)  # they are all young then, also this one
+    (listed,) = json.loads(call("gpus", "--json").stdout)
+    assert [one["is_idle"] for one in listed["processes"]] == [False, False, False]
+    monkeypatch.setattr(gpus_command, "_MIN_AGE_S", -1.0)
+    (listed,) = json.loads(call("gpus", "--json").stdout)
+    processes = {one["pid"]: one for one in listed["processes"]}
+    states = {pid: (one["is_idle"], one["is_left_over"]) for pid, one in processes.items()}
+    own = True, os.getppid() == INIT  # as under nohup
+    assert states == {left_process: (True, True), os.getpid(): own, 1: (False, False)}
+    assert abs(processes[left_process]["started_s"] - time.time()) < 60
+    text = " ".join(call("gpus").stdout.split())
+    assert f"(pid {left_process}), left over, started" in text
+    assert f"(pid {os.getpid()}), {'left over' if own[1] else 'idle'}, started" in text
 
 
 def test_a_pid_of_another_container_names_nobody_here(

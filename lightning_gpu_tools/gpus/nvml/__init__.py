@@ -80,6 +80,19 @@ def utilization_samples(handle: Any, last_us: int) -> tuple[list[UtilizationSamp
     return samples, pairs[-1][0] if pairs else last_us
 
 
+def process_utilization(handle: Any, last_us: int) -> tuple[dict[int, float], int]:
+    """Return the GPU utilization of each process since ``last_us`` in percent, and the driver's newest timestamp."""
+    try:
+        samples = pynvml.nvmlDeviceGetProcessUtilization(handle, last_us)
+    except pynvml.NVMLError_NotFound:  # nobody used it
+        return {}, last_us
+    # One sample per process, with the same invalid values.
+    percents = {
+        sample.pid: float(sample.smUtil) for sample in samples if sample.timeStamp > last_us and sample.smUtil <= 100
+    }
+    return percents, max((sample.timeStamp for sample in samples), default=last_us)
+
+
 _WHY_UNREADABLE = {
     pynvml.NVML_ERROR_GPU_IS_LOST: "it has fallen off the bus (GPU is lost): check `dmesg` for its Xid error, then "
     "reset the GPU or reboot",
@@ -152,8 +165,8 @@ _STALE_AFTER_S = 30.0
 _facts: dict[int, dict[str, Any]] = {}  # by NVML's index: facts from the last read, even if it hangs
 
 
-def read_gpus(*, limit_s: float = limits.OPENING_LIMIT_S) -> tuple[GpuReading, ...]:
-    """Read every GPU of this machine, in PCI order.
+def read_gpus(*, with_loads: bool = False, limit_s: float = limits.OPENING_LIMIT_S) -> tuple[GpuReading, ...]:
+    """Read every GPU of this machine, in PCI order; ``with_loads`` adds the utilization of each process.
 
     If a GPU cannot be read or does not answer in time, ``error`` is the reason. Raise ``NvmlUnavailableError`` if the
     driver is not usable, or if opening it takes longer than ``limit_s``.
@@ -161,7 +174,7 @@ def read_gpus(*, limit_s: float = limits.OPENING_LIMIT_S) -> tuple[GpuReading, .
     with session(limit_s):
         indices = range(_required(pynvml.nvmlDeviceGetCount, limits.LIMIT_S))
         _facts.update({index: {"index": index} for index in indices if not limits.is_late(index)})
-        read = {index: functools.partial(_read_gpu, index, _facts[index]) for index in indices}
+        read = {index: functools.partial(_read_gpu, index, _facts[index], with_loads) for index in indices}
         readings = limits.answers(read, limits.LIMIT_S)
     why_late = f"the driver has not answered within {limits.LIMIT_S:.0f} s: check `dmesg`, then reset the GPU or reboot"
     found = [readings[index] if index in readings else GpuReading(**_facts[index], error=why_late) for index in indices]
@@ -174,7 +187,7 @@ def read_gpus(*, limit_s: float = limits.OPENING_LIMIT_S) -> tuple[GpuReading, .
     )
 
 
-def _read_gpu(nvml_index: int, facts: dict[str, Any]) -> GpuReading:
+def _read_gpu(nvml_index: int, facts: dict[str, Any], with_loads: bool) -> GpuReading:
     """Read a GPU, and record its facts as soon as they are known."""
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(nvml_index)
@@ -193,6 +206,12 @@ def _read_gpu(nvml_index: int, facts: dict[str, Any]) -> GpuReading:
     except Exception as error:  # noqa: BLE001 - the other GPUs can still be read
         return GpuReading(**facts, error=why_unreadable(error))
     reading = GpuReading(**facts)
+    loads = call_or_none(process_utilization, handle, 0) if with_loads and reading.processes else None
+    if loads is not None:
+        processes = (
+            process._replace(utilization_percent=loads[0].get(process.pid, 0.0)) for process in reading.processes or ()
+        )
+        reading = reading._replace(processes=tuple(processes))
     if reading.mig_mode is not False:  # a container may see the instances, but not the mode
         instances = _read_mig_instances(handle, reading)
         reading = reading._replace(mig_mode=True if instances else reading.mig_mode, mig_instances=instances)

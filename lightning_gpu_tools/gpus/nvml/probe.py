@@ -16,6 +16,7 @@ from lightning_gpu_tools.gpus.nvml import (
     GPU_LOST,
     REFUSED,
     call_or_none,
+    process_utilization,
     session,
     utilization_samples,
     why_unreadable,
@@ -302,22 +303,12 @@ class GpuProbe:
     def _read_processes(self) -> tuple[GpuProcess, ...] | None:
         """Return the processes with their memory, and their utilization since the last read."""
         listed = self._ask("processes", pynvml.nvmlDeviceGetComputeRunningProcesses_v3)
-        if not listed:
-            return None if listed is None else ()
-        percents = self._ask("process utilization", self._process_utilization)
-        if percents is not None:  # a process without a sample did not use the GPU
-            percents = {process.pid: percents.get(process.pid, 0.0) for process in listed}
-        return tuple(
-            GpuProcess(process.pid, process.usedGpuMemory, utilization_percent=(percents or {}).get(process.pid))
-            for process in listed
+        answer = self._ask("process utilization", process_utilization, self._last_process_us) if listed else None
+        percents, self._last_process_us = answer or ({}, self._last_process_us)
+        # A process without a sample did not use the GPU.
+        unused = None if answer is None else 0.0
+        found = (
+            GpuProcess(process.pid, process.usedGpuMemory, utilization_percent=percents.get(process.pid, unused))
+            for process in listed or ()
         )
-
-    def _process_utilization(self, handle: Any) -> dict[int, float]:
-        try:
-            samples = pynvml.nvmlDeviceGetProcessUtilization(handle, self._last_process_us)
-        except pynvml.NVMLError_NotFound:  # nobody used it
-            return {}
-        # One sample per process; some values are far above 100, as those of the GPU.
-        new = [sample for sample in samples if sample.timeStamp > self._last_process_us and sample.smUtil <= 100]
-        self._last_process_us = max((sample.timeStamp for sample in samples), default=self._last_process_us)
-        return {sample.pid: float(sample.smUtil) for sample in new}
+        return None if listed is None else tuple(found)
