@@ -213,6 +213,8 @@ class GpuSummary:
         throttled_percent: Share of time in which power or heat throttled the clocks.
         others_memory_bytes_max: Peak memory of all other listed processes.
         others_utilization_percent: Utilization of the GPU by other jobs.
+        rank_wait_percent: Share of time in which the driver reported the GPU as busy, but it waited in a collective for
+            slower ranks; ``None`` if unknown.
         sm_active_percent: Mean share of active multiprocessors (Hopper and later).
         tensor_active_percent: Mean activity of the tensor cores (Hopper and later).
         errors: Errors that the GPU reported: Xid events.
@@ -232,6 +234,7 @@ class GpuSummary:
     throttled_percent: float | None = None
     others_memory_bytes_max: int | None = None
     others_utilization_percent: float | None = None
+    rank_wait_percent: float | None = None
     sm_active_percent: float | None = None
     tensor_active_percent: float | None = None
     errors: tuple[str, ...] = ()

@@ -31,6 +31,7 @@ COLUMNS = (
     _Column("of", "GiB", "memory_total_bytes"),
     _Column("others", "GiB", "others_memory_bytes_max", hides_zero=True),
     _Column("others", "%", "others_utilization_percent", hides_zero=True),
+    _Column("waits", "%", "rank_wait_percent", hides_zero=True),
     _Column("power", "W", "power_watts_mean"),
     _Column("temp", "C", "temperature_celsius_max"),
     _Column("throttled", "%", "throttled_percent", hides_zero=True),

@@ -6,8 +6,9 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import AT_END, Diagnosis
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
+from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import process_id
 from lightning_gpu_tools.reports.report import (
@@ -78,7 +80,7 @@ def describe(session: Session, outcome: str, measured: RunMeasurements | None = 
         gpus = tuple(dataclasses.replace(gpu, timelines={}) for gpu in gpus)
     elif watch is not None:
         session.warn(*watch.take_metrics()[1])
-    gpus = (*gpus, *recorder.ranks.gpus_of_other_nodes())
+    gpus = _with_waits((*gpus, *recorder.ranks.gpus_of_other_nodes()), measured)
     settings: dict[str, Any] = {
         "script": None if sys.argv[:1] in ([], [""], ["-c"]) else os.path.basename(sys.argv[0]),
         "dataset": None if run.loader is None else type(run.loader.dataset).__qualname__,
@@ -130,6 +132,19 @@ def describe(session: Session, outcome: str, measured: RunMeasurements | None = 
         settings=settings,
         process=process_id(os.getpid()),
     )
+
+
+def _with_waits(gpus: Iterable[GpuSummary], measured: RunMeasurements) -> tuple[GpuSummary, ...]:
+    """Return the GPUs with the share of the steps in which they waited for other ranks."""
+    step_s = fmean(block.step_s for block in measured.blocks) if measured.blocks else 0.0
+    waits_s = {(rank.node, rank.gpu): rank.others_late_s for rank in measured.ranks}
+    found = []
+    for gpu in gpus:
+        wait_s = waits_s.get((gpu.node, gpu.index))
+        if step_s and wait_s is not None:
+            gpu = dataclasses.replace(gpu, rank_wait_percent=min(100.0, 100 * wait_s / step_s))
+        found.append(gpu)
+    return tuple(found)
 
 
 def check_thresholds(min_utilization_percent: float, min_steps: int, min_seconds: float) -> dict[str, float]:

@@ -42,7 +42,7 @@ def find(run: RunMeasurements) -> Findings:
     if early is None or late is None or early[0] <= 0:
         return
     first_s = median(steps_s[:third])
-    times, lower = median(steps_s[-third:]) / first_s, late[0] / early[1]
+    times, lower, upper = median(steps_s[-third:]) / first_s, late[0] / early[1], late[1] / early[0]
     if times < _MIN_TIMES:
         return
     added_s = {
@@ -60,8 +60,8 @@ def find(run: RunMeasurements) -> Findings:
     yield lost_time(
         run,
         share,
-        begins=f"Steps in the last third took {times:.1f} times as long as in the first, mostly in "
-        f'"{label_of(phase, run.activity)}"{what}. The added time is',
+        begins=f"Steps in the last third took {times:.1f} times as long as in the first (95% interval {lower:.1f} to "
+        f'{upper:.1f}), mostly in "{label_of(phase, run.activity)}"{what}. The added time is',
         advice=_ADVICE[kind],
         phase=phase,
         evidence={"kind": kind, "times": times},
