@@ -438,7 +438,7 @@ CASES = {
         batches=partial(Batches, 32, count=60), allocator="PYTORCH_ALLOC_CONF=expandable_segments:True",
     ),
     "memory in pieces, expandable_segments": Case(
-        "fragmentation", "forward", "expandable_segments:True is set", model=Fragments, allowed=4300,
+        "fragmentation", "forward", "long-lived tensors", model=Fragments, allowed=4300,
         allocator="PYTORCH_ALLOC_CONF=expandable_segments:True",
     ),
     "a batch too large for a limit": Case(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import json
 import math
 import os
@@ -90,6 +91,8 @@ class Report:
         ranks: Steps of each rank that reported; empty with one rank.
         memory: Memory use of each GPU of the job.
         claimed_bytes: Memory of each GPU of rank 0's node that the job claimed with ``min_free``.
+        allocator_failures: Number of times that torch's allocator ran out of memory on rank 0 and the run continued:
+            the program or cuDNN caught the error, or a search for the largest batch size provoked it.
         stalls: Times in which training made no progress, with the reason.
         failure: Why the run ended and what to do, if known beyond its error.
         loader: Result of NumWorkersFinder, if it finished.
@@ -122,6 +125,7 @@ class Report:
     ranks: tuple[RankStep, ...] = ()
     memory: tuple[MemoryAccount, ...] = ()
     claimed_bytes: Count | None = None
+    allocator_failures: int = 0
     stalls: tuple[Stall, ...] = ()
     failure: str | None = None
     loader: LoaderResult | None = None
@@ -147,8 +151,14 @@ def to_json(report: Report) -> str:
 
 def as_json(data: Mapping[str, Any]) -> str:
     """Return plain data in the format of :func:`to_json`, one line per field."""
-    lines = (f"{json.dumps(name)}: {json.dumps(_finite(value), separators=(',', ':'))}" for name, value in data.items())
-    return "{\n" + ",\n".join(lines) + "\n}"
+    compact = functools.partial(json.dumps, separators=(",", ":"))
+
+    def written(value: Any) -> str:
+        # Item by item: json.dumps of a thousand GPUs at once would hold the GIL for 30 ms.
+        items = isinstance(value, (list, tuple))
+        return f"[{','.join(compact(_finite(item)) for item in value)}]" if items else compact(_finite(value))
+
+    return "{\n" + ",\n".join(f"{compact(name)}: {written(value)}" for name, value in data.items()) + "\n}"
 
 
 def _finite(value: Any) -> Any:

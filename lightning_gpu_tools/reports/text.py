@@ -88,6 +88,8 @@ def _sentences(report: Report, full: bool) -> Iterator[str]:
             yield finding.advice
     if claimed := claim_sentence(report):
         yield claimed
+    if failures := report.allocator_failures:
+        yield f"torch's allocator ran out of memory {plural(failures, 'time')}, and the run continued."
     if (slowest := slowest_rank(report.ranks)) is not None:
         rank, behind_s = slowest
         yield (

@@ -150,6 +150,12 @@ class Ending:
         if failure is not None and hasattr(error, "add_note"):  # Python 3.11
             error.add_note(str(failure))
 
+    @property
+    def allocator_failures(self) -> int:
+        """The number of allocator failures on this rank after which training continued."""
+        has_ended = self.out_of_memory is not None and self.out_of_memory.source == "allocator"
+        return max(0, self._failures - has_ended)
+
 
 _listening: WeakSet[Ending] = WeakSet()
 _is_attached = False

@@ -126,6 +126,7 @@ def describe(session: Session, outcome: str, measured: RunMeasurements | None = 
         ranks=measured.ranks,
         memory=recorder.ranks.memory_accounts(measured.memory, all_ranks=ended),
         claimed_bytes=recorder.reader.read("the claim", lambda: claimed_bytes(run), None) if ended else None,
+        allocator_failures=ending.allocator_failures,
         stalls=() if session.stall_watch is None else session.stall_watch.stalls,
         failure=None if ending.failure is None else str(ending.failure),
         loader=session.loader_result,

@@ -232,6 +232,19 @@ def test_torchs_own_error_goes_on_after_the_report(tmp_path: Path, capsys: pytes
     assert "Why:     Out of memory in forward at step 0: torch asked for 6.00 GiB" in capsys.readouterr().out
 
 
+def test_an_error_that_the_program_survives_is_counted(tmp_path: Path) -> None:
+    class Tries(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 3:
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    taken(6)
+            return super().training_step(batch, batch_idx)
+
+    quiet_trainer(tmp_path, accelerator="gpu", callbacks=[GPUUtilizationMonitor()]).fit(Tries(), loader(Samples(60)))
+    report = load_report(tmp_path)
+    assert (report.outcome, report.allocator_failures) == ("completed", 1)
+
+
 @pytest.mark.follows("call optimizer.step() after every {} batches, with the loss divided by {},")
 def test_a_plain_loop_fits_with_the_batches_that_are_advised(tmp_path: Path) -> None:
     def train(batch_size: int, accumulate: int) -> Report:
