@@ -147,6 +147,7 @@ def _draw_phases(axis: Axes, report: Report, unit_s: float) -> None:
             rows.append(row)
             labels.append(f"{label_of(group, report.activity)} {100 * whole:.0f}%")
             colors.append(PHASES[group].color if group in PHASES else _OTHER_COLOR)
+    labels, colors = [*labels, "others, each below 1%"], [*colors, _OTHER_COLOR]
     axis.stackplot(edges, *rows, rest, labels=labels, colors=colors, step="post", linewidth=0, zorder=-1)
     axis.set_rasterization_zorder(0)  # one image in the SVG, because hundreds of spans would be large paths
     axis.set_ylim(0, 100)

@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib", reason="needs the extra plot")
 
 import matplotlib
 
-from lightning_gpu_tools.reports.page import png_of, render_page, svg_of
+from lightning_gpu_tools.reports.page import _figure, png_of, render_page, svg_of
 from lightning_gpu_tools.reports.text import details
 
 # What a page consists of, outside its picture.
@@ -70,6 +70,12 @@ def test_a_page_holds_the_whole_report() -> None:
     ]
     assert "waiting for data 6%" in picture
     assert Page(render_page(report)).tags == TAGS
+
+
+def test_short_phases_do_not_look_like_long_ones() -> None:
+    *phases, rest = _figure(REPORT, with_title=False).axes[0].collections
+    assert phases
+    assert all((phase.get_facecolor() != rest.get_facecolor()).any() for phase in phases)
 
 
 def test_neither_dollar_signs_nor_a_users_style_break_the_picture() -> None:
