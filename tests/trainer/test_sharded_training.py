@@ -80,7 +80,7 @@ def test_fsdp2_trains_saves_and_resumes(tmp_path: Path, capsys: pytest.CaptureFi
     one = torch.load(tmp_path / "one.ckpt")
     assert (one["global_step"], [*one["state_dict"]]) == (2, ["layer.weight", "layer.bias"])
     assert main(["checkpoint", "inspect", str(tmp_path / "rank1.pt")]) == 0
-    assert "layer.weight 2x32 float32 (DTensor)" in " ".join(capsys.readouterr().out.split())
+    assert "layer.weight: 2x32 float32 (DTensor)" in " ".join(capsys.readouterr().out.split())
     report = load_report(tmp_path)
     assert (report.outcome, report.steps) == ("completed", 3)
 
