@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import math
+import operator
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
 # Usual ends of the names of checkpoint files: of those found in a folder, and of the targets of `convert`.
-SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")  # of the files that are looked for in a folder
 BYTES_OF_DTYPE = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32", "qint32", "complex32", "bcomplex32"), 4),
@@ -117,11 +119,17 @@ class TensorInfo:
     shape: tuple[int, ...] | None  # None if unknown
     storage: StorageInfo | None  # None if the numbers are not one block
     offset: int = 0  # of the first number in the storage
-    strides: tuple[int, ...] | None = None  # None if it is contiguous
+    strides: tuple[int, ...] | None = None  # None if unknown; such a tensor is not mapped
     kind: str = ""  # "sparse", "quantized", the name of a subclass, ...; "" for plain numbers
     is_parameter: bool = field(default=False, compare=False)  # or requires gradients, or has attributes
     parts: tuple[Part, ...] = ()  # where its numbers are, if they are in several places
     laid_out: tuple[int, ...] = ()  # the shape that the parts fill: the tensor's own, or a flat one
+
+
+def plain_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    """Describe a tensor whose numbers are a block of its own, in order. ``Structure.places`` has its place by name."""
+    strides = (1, *itertools.accumulate(reversed(shape), operator.mul))[: len(shape)]
+    return TensorInfo(dtype, shape, StorageInfo(name, dtype, "cpu", math.prod(shape)), 0, strides[::-1])
 
 
 def are_sizes(numbers: Sequence[Any]) -> bool:

@@ -52,7 +52,8 @@ class Metric(NamedTuple):
 def _by(reduction: Reduction, source: str = "", *, logged: str = "", name: str = "") -> Any:
     """Declare a metric. It is logged if ``logged`` says what it means. ``source`` and ``name`` default to the field.
 
-    Of the whole run, :func:`over_run` takes ``last`` as the maximum, with validation; others are without validation.
+    A maximum is a metric of its own. Of a whole run, ``last`` and ``max`` are the larger value of training and
+    validation; others are those of training.
     """
     return dataclasses.field(default=None, metadata={"metric": (source, reduction, logged, name)})
 

@@ -46,7 +46,7 @@ class StepBlock:
     data_loading_core_wait_s: float = 0.0  # the part of core_wait_s while it waits for data
     cpu_s: float = 0.0  # of all threads of the training process outside that wait; 0 if not measured
     core_wait_s: float = 0.0  # the training thread was runnable but had no core; 0 if not measured
-    phase_s: Mapping[str, float] = field(default_factory=dict)  # all of the time, as in RunMeasurements
+    phase_s: Mapping[str, float] = field(default_factory=dict)  # all of the time, as in RunMeasurements; the last field
 
     @property
     def data_loading_s(self) -> float:

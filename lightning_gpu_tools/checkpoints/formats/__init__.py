@@ -6,7 +6,11 @@ A new format is a module here, and an entry in ``_FILES`` or ``_FOLDERS``. A for
   recognize the same file;
 - ``describe(file, path, size_bytes)``, which reads the description in an open file and checks it against the contents.
   Errors to raise: :class:`Fault`, which may have advice; ``ValueError`` and the like mean that the two do not match.
-  ``Structure.records`` have checksums for ``checkpoint verify``.
+  ``Structure.records`` have checksums for ``checkpoint verify``. If torch cannot load the file, ``is_of_torch`` is
+  false, ``content`` has tensors made with ``structure.plain_tensor``, and ``places`` their first byte in the file, by
+  name. The file is then mapped. Numbers in another byte order are a fault.
+
+Its suffix is one of ``structure.SUFFIXES``.
 
 A format with several files has
 

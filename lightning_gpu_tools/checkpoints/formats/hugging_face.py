@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import operator
 import re
 import struct
 from collections import OrderedDict
@@ -18,7 +16,6 @@ from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
     RESTORE,
     Fault,
-    StorageInfo,
     Structure,
     TensorInfo,
     any_error_is,
@@ -26,6 +23,7 @@ from lightning_gpu_tools.checkpoints.structure import (
     assembled,
     damaged,
     is_shape,
+    plain_tensor,
 )
 from lightning_gpu_tools.units import printable
 
@@ -68,12 +66,9 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         if not are_sizes((first, last)) or not is_shape(shape) or first != end:
             raise ValueError("a gap, an overlap, or no sizes")
         end = last
-        numel = math.prod(shape)
-        if numel * BYTES_OF_DTYPE[dtype] != last - first:
+        if math.prod(shape) * BYTES_OF_DTYPE[dtype] != last - first:
             raise ValueError("a shape that does not match its numbers")
-        storage = StorageInfo(name, dtype, "cpu", numel)
-        strides = (1, *itertools.accumulate(reversed(shape), operator.mul))[: len(shape)]
-        content[name] = TensorInfo(dtype, shape, storage, 0, strides[::-1])
+        content[name] = plain_tensor(name, dtype, shape)
         places[name] = start + first
     if start + end != size_bytes:
         raise ValueError("bytes that belong to no tensor")

@@ -293,3 +293,16 @@ def test_a_gpu_lost_in_mid_run_is_reported_once(driver, probe_of):
     assert back.sm_active_percent == 50
     assert len(back.utilization) == 6
     assert back.problems == ()
+
+
+def test_every_metric_is_read_and_maxima_are_maxima(driver, probe_of):
+    answers = {2: 50, 3: 40, 5: 30, 10: 20, 20: 100, 21: 100}
+    traffic = {"pcie_tx_bytes_per_second": 1e10, "pcie_rx_bytes_per_second": 1e10}
+    driver.gpus = [gpu(utilization=50, gpm=answers, throttled_power=0.5, throttled_thermal=0.5, **traffic)]
+    probe = probe_of()
+    for _ in range(3):
+        sample = probe.after(1)
+    assert [metric.field for metric in METRICS if getattr(sample, metric.source) in (None, ())] == []
+    of_samples = {metric.field: metric.reduction for metric in METRICS if metric.field != metric.source}
+    peaks = {reduction for field, reduction in of_samples.items() if field.endswith("_max")}
+    assert peaks == {"max"}
