@@ -322,8 +322,9 @@ def test_rank_0_names_the_rank_that_ran_out(tmp_path: Path, two_gpus: None) -> N
     waiting, failed = start_ranks(tmp_path, run_out_on_rank_1)
     failed.join(60)
     assert "Why:  Rank 1: Out of memory in forward at step 3: torch asked for" in (tmp_path / "stdout1").read_text()
-    deadline_s = time.monotonic() + 60
-    while "Rank 1 stopped training" not in (tmp_path / "stderr0").read_text() and time.monotonic() < deadline_s:
+    told, deadline_s = tmp_path / "stderr0", time.monotonic() + 60
+    while "Rank 1 stopped training" not in told.read_text() or not load_report(tmp_path).stalls:
+        assert time.monotonic() < deadline_s, told.read_text()
         time.sleep(0.05)
     waiting.kill()  # as a launcher does
     waiting.join()

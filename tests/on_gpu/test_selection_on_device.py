@@ -114,7 +114,7 @@ def test_what_the_report_says_to_ask_for_is_enough(asked: str, tmp_path: Path) -
         command = [sys.executable, "-m", "lightning_gpu_tools", "run", *options, "--", sys.executable, "-c", TRAIN]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
         text = " ".join(done.stdout.split())
-        (found,) = re.findall(r"The job asked for .*? GiB(?:\.|: .*? would do\.| .*? ask for .*?B\.)", text)
+        (found,) = re.findall(r"The job asked .*? peak was [\d.]+ .iB(?:\. Other .*?B\.|: .*? would do\.|\.)", text)
         return str(found)
 
     first = sentence("--min-free", asked)
