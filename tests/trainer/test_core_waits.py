@@ -59,7 +59,7 @@ def others(folder: Path, count: int) -> Iterator[list[int]]:
 def train(folder: Path, spend: Callable[[float], None], step_s: float, load_s: float = 0.0, workers: int = 0) -> Any:
     """Train steps that take so long each, and return the report."""
     watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0, min_steps=20)]
-    data = loader(Samples(44 + 4 * workers, burn, load_s), num_workers=workers)
+    data = loader(Samples(60 + 4 * workers, burn, load_s), num_workers=workers)
     quiet_trainer(folder, callbacks=watching).fit(Model(spend, step_s), data)
     return load_report(folder)
 
@@ -248,7 +248,7 @@ def train(calls):
 
     callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0, min_steps=20)]
     workers = loader(Photos(100_000), num_workers=2, worker_init_fn=one_thread)
-    quiet_trainer(sys.argv[1], callbacks=callbacks, max_steps=60).fit(Model(time.sleep, 0.001), workers)
+    quiet_trainer(sys.argv[1], callbacks=callbacks, max_steps=120).fit(Model(time.sleep, 0.001), workers)
     report = load_report(sys.argv[1])
     found = {one.cause: [one.advice, one.evidence] for one in report.diagnosis.findings}
     print("FOUND", json.dumps({**found, "others_cores": report.others_cores}), flush=True)
