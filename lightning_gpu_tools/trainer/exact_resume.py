@@ -142,6 +142,8 @@ class ExactResume(GuardedCallback):
     def _batch_started(self) -> None:
         compat.end_restart(self._trainer)
         self._positions.batch_started()
+        if not self._positions.places:  # whose passes would have done that
+            self._seed("step", self._trainer.fit_loop.total_batch_idx)
         self._step_before = self._trainer.global_step
 
     def _batch_ended(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import (
 from loader_switching import Watch, shorten_trials
 from resumed_trainings import (
     BATCH,
+    SAMPLES,
     Kill,
     Manual,
     Model,
@@ -68,6 +69,32 @@ OPTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_validation_and_options_of_the_trainer_make_no_difference(tmp_path: Path, name: str) -> None:
     check(tmp_path, validated, [6, 16], **OPTIONS[name])
+
+
+class Positioned:
+    """A loader of one's own that keeps its position, without random numbers."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def __len__(self) -> int:
+        return SAMPLES // BATCH
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.batches %= len(self)
+        while self.batches < len(self):
+            self.batches += 1
+            yield torch.full((BATCH, 4), self.batches / 10)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.batches = state_dict["batches"]
+
+
+def test_what_steps_draw_is_the_same_with_a_loader_that_keeps_its_own_position(tmp_path: Path) -> None:
+    check(tmp_path, lambda: Model(Positioned), [20])
 
 
 def test_manual_optimization_makes_no_difference(tmp_path: Path) -> None:
