@@ -61,11 +61,6 @@ def affinity_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def shared_memory_bytes() -> int | None:
-    """Return the size of ``/dev/shm``; ``None`` without it."""
-    return psutil.disk_usage(str(_SHARED_MEMORY)).total if _SHARED_MEMORY.is_dir() else None
-
-
 def children_cpu_s() -> float:
     """Return the CPU seconds of this process's children, including those that have ended."""
     process = psutil.Process()
