@@ -26,6 +26,7 @@ from lightning_gpu_tools.checkpoints.content import (
 )
 from lightning_gpu_tools.checkpoints.formats.other_programs import SAVE_ARRAYS
 from lightning_gpu_tools.checkpoints.inert_pickle import explain_blocked
+from lightning_gpu_tools.checkpoints.key_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average, preferred
 from lightning_gpu_tools.checkpoints.key_tree import (
     WRAPPER_COUNTER,
@@ -179,6 +180,27 @@ def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
 
 
 FROM_META = "it was saved from the meta device. Load the weights before saving the model"
+
+
+def rename_optimizers(states: Any, plan: RenamePlan) -> Any:
+    """Rename parameters in the states of optimizers that know them by name, as FSDP's do; most do so by number."""
+
+    def renamed(name: Any) -> Any:
+        return plan.rename(name) if isinstance(name, str) else name
+
+    def one(state: Any) -> Any:
+        match state:
+            case {"state": dict(state_of), "param_groups": list(groups)} if any(
+                isinstance(name, str) for name in state_of
+            ) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+                return {
+                    **state,
+                    "state": {renamed(name): value for name, value in state_of.items()},
+                    "param_groups": [{**group, "params": [*map(renamed, group["params"])]} for group in groups],
+                }
+        return state
+
+    return [*map(one, states)] if isinstance(states, list) else states
 
 
 def own_all_but_weights(content: Any, path: object) -> Any:

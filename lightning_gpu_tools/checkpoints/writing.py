@@ -22,6 +22,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
     is_dense,
     others_of_this_model,
+    rename_optimizers,
     same_tensors,
     weights_in,
     whole_weights,
@@ -134,7 +135,10 @@ def convert(source: str, target: str, *, entry: str | None, drop_root: str, add_
     elif only_weights:
         write_checkpoint(converted[entry], target)
     else:
-        write_checkpoint(put_weights(content, converted), target)
+        whole = put_weights(content, converted)
+        if is_lightning_checkpoint(content) and entry in MODEL_STATES and "optimizer_states" in content:
+            whole["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
+        write_checkpoint(whole, target)
     done = [plural(len(converted[entry]), "weight") + (f" of {quoted(entry)}" if others else ""), plan.describe()]
     if plan.unused:
         done.append(f"dropped: {list_groups(plan.unused)}")

@@ -28,6 +28,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
     own_all_but_weights,
     read_model,
+    rename_optimizers,
     weights_in,
     wrapper_paths,
 )
@@ -228,6 +229,8 @@ class PortableCheckpointIO(CheckpointIO):
         own_what_modules_keep(fitted["state_dict"], fit.keys)
         if is_named(checkpoint.get("current_model_state")):
             fitted["current_model_state"] = fit.renamed(checkpoint["current_model_state"])
+        if "optimizer_states" in checkpoint:
+            fitted["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
         return fitted
 
 
@@ -268,5 +271,8 @@ def _cleaned(checkpoint: dict[str, Any], model: LightningModule) -> dict[str, An
     for name in MODEL_STATES:
         state = checkpoint.get(name)
         if isinstance(state, Mapping):
-            portable[name] = RenamePlan(renames=clean_names(state, wrappers)).apply(state)
+            plan = RenamePlan(renames=clean_names(state, wrappers))
+            portable[name] = plan.apply(state)
+            if name == "state_dict" and "optimizer_states" in checkpoint:
+                portable["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
     return portable

@@ -179,7 +179,9 @@ def test_convert_replaces_a_file_only_on_request(last: str, tmp_path: Path, run:
 
 def test_convert_renames_all_that_goes_by_the_models_names(net: Tied, tmp_path: Path, run: Run) -> None:
     raw, average = wrapped(net), wrapped(Tied())
-    content = lightning_checkpoint(average, current_model_state=raw)
+    name = "model.module._orig_mod.norm.bias"
+    optimizer = {"state": {name: {"step": 1}}, "param_groups": [{"params": [name]}]}
+    content = lightning_checkpoint(average, current_model_state=raw, optimizer_states=[optimizer])
     write_checkpoint(content, tmp_path / "ema.ckpt")
     source, target = str(tmp_path / "ema.ckpt"), str(tmp_path / "a.ckpt")
     names = ("--drop-root", "model.module.", "--add-root", "model")
@@ -190,9 +192,11 @@ def test_convert_renames_all_that_goes_by_the_models_names(net: Tied, tmp_path: 
             assert list(stored[state]) == [f"model.{key}" for key in net.state_dict()]
             values = zip(stored[state].values(), expected.values(), strict=True)
             assert all(torch.equal(a, b) for a, b in values)
+        assert stored["optimizer_states"][0]["param_groups"][0]["params"] == ["model.norm.bias"]
+        assert list(stored["optimizer_states"][0]["state"]) == ["model.norm.bias"]
     tensors = str(tmp_path / "raw.pt")
     assert run("convert", source, tensors, "--weights", "--entry", "current_model_state")[0] == 0
-    assert torch.equal(torch.load(tensors)["model.module.norm.bias"], raw["model.module._orig_mod.norm.bias"])
+    assert torch.equal(torch.load(tensors)["model.module.norm.bias"], raw[name])
 
 
 def test_converted_weights_stay_tied_and_take_nothing_along(tmp_path: Path, run: Run) -> None:

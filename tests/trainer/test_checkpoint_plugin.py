@@ -108,6 +108,21 @@ def test_dictionaries_that_are_no_trainers_come_back_as_they_were(tmp_path: Path
         assert getattr(model, "_metadata", None) == (bare._metadata if model else None)
 
 
+def test_optimizer_states_by_name_are_renamed_both_ways(tmp_path: Path) -> None:
+    plugin = PortableCheckpointIO()
+    run, model = trained(tmp_path, "compile", plugin)
+    names = [name for name, _ in model.named_parameters()]
+    by_name = {"state": {name: {"step": 1} for name in names}, "param_groups": [{"lr": 1, "params": names}]}
+    by_number = {"state": {0: {"step": 1}}, "param_groups": [{"lr": 1, "params": [0]}]}
+    checkpoint = {**run._checkpoint_connector.dump_checkpoint(), "optimizer_states": [by_name, by_number]}
+    plugin.save_checkpoint(checkpoint, tmp_path / "a.ckpt")
+    stored = torch.load(tmp_path / "a.ckpt")["optimizer_states"]
+    assert list(stored[0]["state"]) == stored[0]["param_groups"][0]["params"]
+    assert stored[0]["param_groups"][0]["params"][0] == "net.0.weight"
+    assert stored[1] == by_number
+    assert plugin.load_checkpoint(tmp_path / "a.ckpt")["optimizer_states"] == [by_name, by_number]
+
+
 def test_a_checkpoint_of_another_model_is_refused_in_words(tmp_path: Path) -> None:
     trained(tmp_path)
 
