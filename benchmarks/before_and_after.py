@@ -5,8 +5,6 @@
 Needs no GPU: it draws the two reports that benchmarks/following_advice.py left in benchmarks/results/h200/.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from matplotlib.figure import Figure

@@ -8,8 +8,6 @@ trial. Each training runs without workers, and immediately again with the number
 most 2 of 36 runs may miss the range. No other program may run on the machine.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -9,8 +9,6 @@ Each rank needs a GPU. Every supported torch is tested on simulated GPUs:
 A GPU that waits for another one in NCCL looks busy, so only the ranks' own times show which rank is late.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

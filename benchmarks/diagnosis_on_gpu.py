@@ -10,8 +10,6 @@ If traceml-ai is installed, each run also trains under ``traceml run``. benchmar
 TraceML's verdict is judged.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

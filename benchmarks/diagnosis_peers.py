@@ -11,8 +11,6 @@ checkpoint, validation, the start of an epoch, a transfer, or host work inside t
 work. The sums leave out runs to which TraceML did not attach.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -8,8 +8,6 @@ finding and no advice. The advisor is the first or the last callback, at random 
 explain at least 95% of each run's wall time.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -20,8 +20,6 @@ torch says the GPU supports. On a T4, that is emulated bfloat16, so attention is
 installed, the result includes its estimates. hf-mem is not compared, because it estimates inference.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

@@ -13,8 +13,6 @@ Each next run applies what the report of the previous run says under "Next", exa
 else. A workload ends when a report advises nothing of the kind, or after five runs.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

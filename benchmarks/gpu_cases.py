@@ -3,8 +3,6 @@
 They test that the rules distinguish the causes, not that hardware behaves this way.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

@@ -9,8 +9,6 @@ launches too slowly. The result also has the elapsed time between two events aro
 time.
 """
 
-from __future__ import annotations
-
 import bisect
 import json
 import os

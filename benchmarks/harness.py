@@ -1,7 +1,5 @@
 """Command lines, result files, and processes that the benchmarks share."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

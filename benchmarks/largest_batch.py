@@ -6,8 +6,6 @@ Requires a GPU. The models resemble GPT-2, BERT, and ResNet-50, with random weig
 steps on a model of torch's allocator, and leaves 2% free. benchmarks/out_of_memory.py runs this as well.
 """
 
-from __future__ import annotations
-
 import gc
 import tempfile
 from collections.abc import Callable, Sequence

@@ -11,8 +11,6 @@ Otherwise the exit code is 1, as it is if a difference has no entry in ``KNOWN``
 output file.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import json

@@ -7,8 +7,6 @@ error. torch may use about 1 GiB, or another process holds the rest of the GPU. 
 Then benchmarks/largest_batch.py compares predicted and actual largest batch sizes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import linecache
 import multiprocessing

@@ -17,8 +17,6 @@ Requires torch's CUDA build; bert also transformers, and lora litgpt, which must
 Weights are random. Sizes are in bytes.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable

@@ -7,8 +7,6 @@ store's server is another process, behind a relay that adds a network's round tr
 ten parameters with gloo, on four torchrun nodes on this machine: without a slow rank, with one, and with a slow node.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -7,8 +7,6 @@ killed once its report names a stall. Each healthy case exceeds one of the packa
 from 60 and 450 seconds to 1.5 and 6 seconds.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

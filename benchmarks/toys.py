@@ -6,8 +6,6 @@ Nothing is downloaded. The first twelve runs were also used to compare other too
 "too_short" must get no finding.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

@@ -4,8 +4,6 @@ All can be pickled, because Lightning passes exceptions between spawned ranks. T
 except newlines, even if it quotes a file or a driver.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from lightning_gpu_tools.units import printable_lines

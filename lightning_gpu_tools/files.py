@@ -1,7 +1,5 @@
 """File access at any path or URL: reads like from local files, and all-or-nothing writes."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import glob

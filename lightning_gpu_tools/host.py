@@ -1,7 +1,5 @@
 """The host's limits for this process (cores, memory, shared memory), and the use of them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """The changes that the package makes in the user's process, and putting everything back."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

@@ -1,7 +1,5 @@
 """The strategies. Importing this module registers ``"ddp_free_memory"`` etc. with Lightning."""
 
-from __future__ import annotations
-
 from lightning_gpu_tools.trainer.strategies import (
     FreeMemoryDDPStrategy,
     FreeMemoryDeepSpeedStrategy,

@@ -1,7 +1,5 @@
 """Result types for annotations. Each is imported on first use."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from lightning_gpu_tools import _on_first_use

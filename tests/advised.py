@@ -1,7 +1,5 @@
 """What advice says to do, as code that a test can run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ process groups (gloo), is real. Like CUDA it reads ``CUDA_VISIBLE_DEVICES`` once
 ``install(monkeypatch.setattr)``; in a script that runs as a process of its own ``install()``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Scripts for jobs of several processes, what launchers put into their environment, and what the processes said."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

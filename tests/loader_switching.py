@@ -1,7 +1,5 @@
 """Trainings whose loader is changed at a step that a test says, and what they must be equal to."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import signal

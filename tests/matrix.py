@@ -9,8 +9,6 @@ machine makes tests time out. All other packages are the newest that pip finds; 
 them into README. A build for CUDA takes 6 GB of the disk until its tests have run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Synthetic measurements of trainings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 test_fake_driver.py runs them on the fake one, and on_gpu/ on a real one, so that the fake cannot drift away from it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Models for loops without a Trainer, and the traces that a `watch` of them may leave behind."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 

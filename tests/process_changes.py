@@ -1,7 +1,5 @@
 """What differs in this process between two moments, found by comparing everything, and the tables of docs about it."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import logging

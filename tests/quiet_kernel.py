@@ -1,7 +1,5 @@
 """A kernel whose threads never wait for a core: how long they do depends on what else runs on the machine."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ranks of a job as real processes, forked from a server that has imported Lightning once for all of them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Checks that the environment variables, commands, classes and options that advice and pages name exist."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Trainings that are killed at some step and resumed with other random numbers, and one that is not."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

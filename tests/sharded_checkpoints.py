@@ -1,7 +1,5 @@
 """Checkpoints of several files, as Hugging Face's tools, torch.distributed.checkpoint and DeepSpeed write them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

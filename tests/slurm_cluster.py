@@ -1,7 +1,5 @@
 """A real SLURM on this one machine: two nodes, each with four GPUs that are no devices."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

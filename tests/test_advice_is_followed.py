@@ -4,8 +4,6 @@ Such a test produces the message, takes from it what it advises, does that, and 
 with a part of the message as it stands in the source: ``@pytest.mark.follows("part of the message")``.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 What the package reads of it (MIG, processes, links, events, errors) is tested where the package reads it.
 """
 
-from __future__ import annotations
-
 import nvml_contract
 import pynvml
 import pytest

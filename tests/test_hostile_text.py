@@ -1,7 +1,5 @@
 """Names that would control a terminal or forge lines: in every command, every error, and a training."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

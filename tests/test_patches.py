@@ -1,7 +1,5 @@
 """Wrappers come off in any order and leave nothing behind; stacks are read while the collector does its worst."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

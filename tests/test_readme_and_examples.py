@@ -3,8 +3,6 @@
 Of blocks that cannot run here, the names, options and files exist.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """Small real trainings whose parts cost what a test says, by a clock that the test holds."""
 
-from __future__ import annotations
-
 import builtins
 import csv
 import sys

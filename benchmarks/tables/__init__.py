@@ -6,8 +6,6 @@ Each table is between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. Be
 the machine that measured them. A test fails if a table differs from the output of this program.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tables about checkpoints."""
 
-from __future__ import annotations
-
 from .markdown import block, results, source, table
 
 

@@ -1,7 +1,5 @@
 """Tables about the cost of measuring."""
 
-from __future__ import annotations
-
 from statistics import median
 
 from lightning_gpu_tools.units import format_bytes, format_duration

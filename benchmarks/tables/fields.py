@@ -1,7 +1,5 @@
 """Tables generated from the package itself: fields, causes, options, and commands."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Table of the main figures."""
 
-from __future__ import annotations
-
 from statistics import median
 
 from lightning_gpu_tools.units import format_duration

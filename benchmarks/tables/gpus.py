@@ -1,7 +1,5 @@
 """Tables about GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables about data loading."""
 
-from __future__ import annotations
-
 from statistics import median
 
 from .markdown import block, results, source, table

@@ -1,7 +1,5 @@
 """Markdown elements, and the results shown in them."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tables of runs on a real GPU."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables about third-party projects."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from statistics import median

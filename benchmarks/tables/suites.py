@@ -1,7 +1,5 @@
 """Tables about runs with one known cause each, and about test suites."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from . import gpus

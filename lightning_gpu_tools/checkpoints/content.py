@@ -1,7 +1,5 @@
 """The content of a checkpoint, described or loaded: its sets of weights, and what else it is."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ The checks compare names, shapes and types. Only a model with its own loading co
 model's own parameters replace each weight that fits, and everything is restored afterwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

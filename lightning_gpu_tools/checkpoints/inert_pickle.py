@@ -1,7 +1,5 @@
 """The content of a pickle, read without importing or calling anything that it names, and what these names are."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING

@@ -1,7 +1,5 @@
 """A plan for renaming the keys of a checkpoint: what it does to keys, to weights, and how it is told."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import Counter, OrderedDict

@@ -1,7 +1,5 @@
 """The mapping of a checkpoint's weights to a model's parameters, based only on names and shapes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

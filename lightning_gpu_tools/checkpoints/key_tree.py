@@ -1,7 +1,5 @@
 """Checkpoint keys as a tree of modules, and as short text: ``layers.{0…11}.attn.bias``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

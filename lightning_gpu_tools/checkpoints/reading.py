@@ -1,7 +1,5 @@
 """Functions that read checkpoints of any format safely and to the CPU, with errors that explain the problem."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The weights in a loaded checkpoint and in a model: which there are, of what kind, and whether they are whole."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re

@@ -1,7 +1,5 @@
 """All-or-nothing writing of checkpoints, as they are or converted: other keys or format."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -4,8 +4,6 @@ Only the module of the called command is imported, and none imports torch, light
 So ``pick`` in a shell script costs little more than starting Python.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """The command ``checkpoint``."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

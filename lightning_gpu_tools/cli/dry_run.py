@@ -1,7 +1,5 @@
 """The command ``dry-run``."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The command ``explain``."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import inspect

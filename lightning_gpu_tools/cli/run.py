@@ -1,7 +1,5 @@
 """The command ``run``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

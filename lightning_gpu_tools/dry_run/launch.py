@@ -1,7 +1,5 @@
 """Start of a command on simulated GPUs, and collection of the records of its processes."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import importlib.util

@@ -3,8 +3,6 @@
 It ends the process after the requested steps. Speed does not matter here, and no time is measured.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """The records of the processes of a dry run, and the result that is judged from them. Pure; sizes are in bytes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Time limits for driver calls, which can hang and cannot be interrupted."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping

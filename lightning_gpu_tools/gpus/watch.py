@@ -1,7 +1,5 @@
 """A thread that samples the GPUs of one node during one fit, and the metrics, summaries and problems of these GPUs."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

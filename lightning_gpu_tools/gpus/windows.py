@@ -1,7 +1,5 @@
 """Aggregation of the samples of a GPU over a window of time. No driver calls, no threads."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Facts about a loader that decide whether it may get workers, read from its objects and their code."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import types

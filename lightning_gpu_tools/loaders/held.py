@@ -3,8 +3,6 @@
 Only attributes and items are read. No code of the dataset runs.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import mmap

@@ -1,7 +1,5 @@
 """The choice of DataLoader settings to try and to use, based on measurements alone."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

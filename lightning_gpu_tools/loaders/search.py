@@ -1,7 +1,5 @@
 """The search for DataLoader settings while training is paused: trials with a stand-in for the step."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

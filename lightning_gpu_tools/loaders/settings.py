@@ -1,7 +1,5 @@
 """The settings of a DataLoader, plain loaders with other settings, and the sizes of their batches."""
 
-from __future__ import annotations
-
 import multiprocessing
 import warnings
 from dataclasses import asdict, fields

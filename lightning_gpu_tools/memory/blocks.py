@@ -4,8 +4,6 @@ While torch records, it keeps the Python stack of each new block, even after the
 freed. That takes about 2 µs for each allocation, so only some steps are recorded.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Readings of torch's GPU memory counters around some training steps, and records of the allocations in a few."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Free GPU memory after an error, in a notebook or at a prompt."""
 
-from __future__ import annotations
-
 import builtins
 import gc
 import sys

@@ -1,7 +1,5 @@
 """The memory of a run's processes and its GPU over time, and alarms when it grows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median

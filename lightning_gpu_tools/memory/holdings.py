@@ -1,7 +1,5 @@
 """The GPU memory that training holds across steps: the model, the optimizers, and cuBLAS workspaces."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Sequence

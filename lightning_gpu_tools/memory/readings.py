@@ -1,7 +1,5 @@
 """Memory readings of one rank, memory that has grown, and an out-of-memory error. Plain data, always in bytes."""
 
-from __future__ import annotations
-
 import errno
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The comparison of two runs: whether one is slower beyond the noise, and the effect of following advice."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

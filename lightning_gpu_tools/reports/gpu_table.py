@@ -1,7 +1,5 @@
 """The GPUs of a job as a table: a line for each GPU, or for the least busy ones of a large job."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median

@@ -1,7 +1,5 @@
 """The GPU memory that a job needs, taken from the report of its last run."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

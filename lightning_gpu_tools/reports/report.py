@@ -1,7 +1,5 @@
 """The report of a training run as data, as JSON (docs/report_schema.md describes it), and its files."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import functools

@@ -3,8 +3,6 @@
 A report may come from a file written by anyone, so each of its texts is made printable where it is inserted.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -4,8 +4,6 @@ torch calls a function of this module when its allocator fails. By the time the 
 free again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from dataclasses import replace

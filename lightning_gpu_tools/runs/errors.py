@@ -1,7 +1,5 @@
 """Why an error ended a run: dead workers, a sample, or memory that ran out, with the facts at that time."""
 
-from __future__ import annotations
-
 import os
 import signal
 import traceback

@@ -1,7 +1,5 @@
 """Publish a report: its file, picture and page, the terminal, loggers, and the user's own command."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.util

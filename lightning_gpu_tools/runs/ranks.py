@@ -1,7 +1,5 @@
 """The facts that ranks exchange: speed, warnings, other nodes' GPUs, and each GPU's memory."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The interfaces of a measured run (a Trainer, Fabric, or the user's own loop) and of its timer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """The GPUs of a run: names and UUIDs, what the driver reports of them, and the sampler of this node's."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

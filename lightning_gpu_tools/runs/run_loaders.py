@@ -1,7 +1,5 @@
 """The training loaders of a run: their settings, the one that training waits for most, its workers and its storage."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

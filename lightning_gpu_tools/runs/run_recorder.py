@@ -1,7 +1,5 @@
 """A recorder of all facts about a run that the diagnosis needs."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import deque

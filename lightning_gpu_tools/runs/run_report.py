@@ -1,7 +1,5 @@
 """The diagnosis and the report of a run: repeatedly while it runs, and at its end."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -1,7 +1,5 @@
 """The measurement of one run: opening, stepping, finishing."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """Detection of stalls: a thread that watches whether training makes progress, and reports why it does not."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Warnings about shortages that would end a run later, slow it down, or make it wrong; and claims on its GPUs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence

@@ -6,8 +6,6 @@ neither covers, they are those of PyTorch's parser (``torch/cuda/__init__.py``).
 525.60.13 (pytorch PR 92315).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

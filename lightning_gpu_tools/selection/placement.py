@@ -1,7 +1,5 @@
 """The choice of CUDA devices for training, made once for all processes that a launcher started on this machine."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

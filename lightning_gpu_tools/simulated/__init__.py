@@ -6,8 +6,6 @@ simulated, with which constants, and what is not. The simulation affects only pr
 ``Machine.environment()``, and this package imports nothing from the rest of lightning_gpu_tools.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import re

@@ -1,7 +1,5 @@
 """``python -m lightning_gpu_tools.simulated [--gpu NAME] [-n N] -- CMD``: run a program on simulated GPUs."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import subprocess

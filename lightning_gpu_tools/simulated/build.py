@@ -1,7 +1,5 @@
 """The libraries of the simulated machine, compiled on first use for the torch of this Python environment."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

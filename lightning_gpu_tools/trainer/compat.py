@@ -3,8 +3,6 @@
 The report lists names that ``fit_timer`` does not find under "Not measured".
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The demo's training, which has a slow loader and needs no GPU."""
 
-from __future__ import annotations
-
 import logging
 import time
 import warnings

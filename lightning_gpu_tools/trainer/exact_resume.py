@@ -1,7 +1,5 @@
 """A callback that makes a killed and resumed run identical to an uninterrupted one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -4,8 +4,6 @@ Lightning calls ``profiler.profile(name)`` for some thirty actions per step, and
 generator for each. Here each call is a table lookup, so timing does not slow training down.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial

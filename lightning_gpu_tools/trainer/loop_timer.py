@@ -1,7 +1,5 @@
 """The timing of a loop without a Trainer, based on its calls between batches."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import weakref

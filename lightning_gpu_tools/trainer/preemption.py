@@ -6,8 +6,6 @@ publishes the last point that its rank has reached, and takes the highest of all
 on all ranks: a rank that comes to a point between its publication and the agreement waits for the agreement.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

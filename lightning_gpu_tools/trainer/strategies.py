@@ -1,7 +1,5 @@
 """Lightning's accelerator and strategies on the GPUs with the most free memory, for each of its packages."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

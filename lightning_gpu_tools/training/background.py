@@ -1,7 +1,5 @@
 """A thread that runs small periodic jobs during training, and a reader of facts that may fail."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

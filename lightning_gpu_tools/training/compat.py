@@ -3,8 +3,6 @@
 ``Without it`` describes the consequence, which never affects training.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import traceback

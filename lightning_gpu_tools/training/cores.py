@@ -1,7 +1,5 @@
 """The use of this job's CPU cores: by the job, its loader's workers and other processes, and waits for a core."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

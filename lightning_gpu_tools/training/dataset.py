@@ -1,7 +1,5 @@
 """What the attributes of a dataset tell: what grows in it while its samples are loaded, and where its files are."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -10,8 +10,6 @@ A step that records a CUDA graph is not sampled from there on: events and sleeps
 that replay one are sampled like any other, with the replay as one part.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter, defaultdict, deque

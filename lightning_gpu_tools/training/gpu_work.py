@@ -1,7 +1,5 @@
 """The GPU's work on the parts of a step, the hold times needed to measure it, and its idle time between two steps."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The phases of the training thread: one table for the clock, diagnoses, and reports."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Rank 0 reads the entries of all ranks with one request, in a thread.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

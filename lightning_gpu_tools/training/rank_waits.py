@@ -3,8 +3,6 @@
 The host only queues GPU collectives. On a GPU, buckets and the end of backward are marked on its own timeline.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The program's own lines: the innermost on a stack, those that wait for the GPU, and functions compiled again."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

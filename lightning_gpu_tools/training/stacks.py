@@ -1,7 +1,5 @@
 """Activity of processes and threads that may hang: from /proc, Python stacks, and torch's record of collectives."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import math

@@ -1,7 +1,5 @@
 """Facts about training that makes no progress: its processes and its ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

@@ -3,8 +3,6 @@
 The phases add up to the wall time; untimed parts are ``unexplained``.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import sys

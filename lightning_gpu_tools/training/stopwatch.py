@@ -1,7 +1,5 @@
 """Accounting of time by phase: totals, a timeline, and the times of training steps in bounded memory."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter, defaultdict, deque

@@ -1,7 +1,5 @@
 """Advice of causes that other jobs on the GPU have, followed on the fake driver."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

@@ -1,7 +1,5 @@
 """The largest batch that fits, from the record of a smaller one, and the model of torch's allocator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import assume, given

@@ -1,7 +1,5 @@
 """Measurements that resemble a cause, and the details of advice. Each cause itself is in test_each_cause.py."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Verdicts on given measurements, their reasons, and the order of findings."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Each file of ``advice/*causes``: what it says of itself, and whether it tells its two examples apart."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pkgutil import iter_modules
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Out-of-memory errors on synthetic data: causes that look alike, numbers in the advice, and the messages of errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Slow ranks and nodes: who is blamed, for what, and when none can be."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Trainings with a few slow steps, on a clock that moves by hand: their phase, period, batches, and words."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace

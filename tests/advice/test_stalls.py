@@ -1,7 +1,5 @@
 """Stalls: how long each phase may take, excuses, the words for what is seen, and the collective that waits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

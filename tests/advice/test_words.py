@@ -1,7 +1,5 @@
 """Advice for a Trainer names options of a Trainer, and advice for a loop what a loop can do."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Folders that contradict themselves or were made to do harm: refused in words, and nothing in them runs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Checkpoints of several files are one checkpoint for every command, and no shard is taken for a whole."""
 
-from __future__ import annotations
-
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable

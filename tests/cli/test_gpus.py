@@ -1,7 +1,5 @@
 """``gpus``: the table and its JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

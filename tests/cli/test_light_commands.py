@@ -1,7 +1,5 @@
 """Commands for shell scripts: they load no heavy package, so they start almost as fast as Python."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

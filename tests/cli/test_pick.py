@@ -1,7 +1,5 @@
 """``pick`` as a shell script sees it: one line or nothing, and an exit code."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

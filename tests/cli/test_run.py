@@ -1,7 +1,5 @@
 """``run``: the claim lives exactly as long as the job."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

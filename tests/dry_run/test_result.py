@@ -1,7 +1,5 @@
 """The judgment of a dry run, its search for the largest batch, and its text."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

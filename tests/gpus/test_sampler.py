@@ -1,8 +1,6 @@
 """The sampling thread over the real nvidia-ml-py over the fake driver. Nothing here sleeps: `whole(wait_s=...)` has the
 thread poll and waits for it, and the driver's clock stands still until it is advanced."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

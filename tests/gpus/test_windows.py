@@ -1,7 +1,5 @@
 """From samples to windows, timelines and metrics: arithmetic that must not lose, double or invent anything."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import get_args, get_type_hints
 

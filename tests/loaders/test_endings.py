@@ -1,7 +1,5 @@
 """Endings of trainings, and of settings that do not work: nothing is left or lost, and they take bounded time."""
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing

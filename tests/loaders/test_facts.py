@@ -1,7 +1,5 @@
 """Facts about real loaders: what their datasets hold open, and whether streams split by worker."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import mmap

@@ -1,7 +1,5 @@
 """Loaders inside of what a loop iterates, or what a Trainer gets; and the shape of a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +14,7 @@ from lightning_gpu_tools.loaders.held import loaders_in
 from lightning_gpu_tools.loaders.settings import batch_shape, settings_of
 
 
-def quiet(loader: Iterable[Any]) -> tqdm[Any]:
+def quiet(loader: Iterable[Any]) -> "tqdm[Any]":
     return tqdm(loader, disable=True)
 
 

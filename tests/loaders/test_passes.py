@@ -1,7 +1,5 @@
 """A loader that is changed in mid-epoch delivers what it would have: in real trainings, against untouched ones."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Choices of the settings to try and to take, decided from what was measured."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The search for settings: what it finds, what it leaves untouched, and that it keeps to its budget."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

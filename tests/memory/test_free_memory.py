@@ -1,7 +1,5 @@
 """Memory that a stored error keeps in use is freed, at a prompt, in a notebook, and in an ``except`` block."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

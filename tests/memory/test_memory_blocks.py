@@ -1,7 +1,5 @@
 """Blocks of GPU memory: their lines, those at a step's peak, and those that grow with its batch."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from itertools import accumulate, chain

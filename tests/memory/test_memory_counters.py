@@ -1,7 +1,5 @@
 """Memory that a training holds on its device, and the steps in which the counters are read."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Memory that grows over a run, not memory that fills up or varies, by numbers and a clock that the test sets."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Findings of the package in trainings that keep their GPU waiting in one known way each."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import time

@@ -1,7 +1,5 @@
 """Checkpoints of models on a real GPU, for which the CPU tests have crafted files."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """CUDA contexts on GPUs that are not their rank's: none of them is ours."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

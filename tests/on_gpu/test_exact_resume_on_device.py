@@ -1,7 +1,5 @@
 """A training on the GPU that ends at a step and is resumed: its weights, and the GPU's random numbers."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

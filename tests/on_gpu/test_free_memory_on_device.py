@@ -1,7 +1,5 @@
 """Memory that is freed after a real out-of-memory error, and the variables that hold the rest."""
 
-from __future__ import annotations
-
 import sys
 from code import InteractiveInterpreter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Steps that record CUDA graphs or replay them: nothing of the measurement gets into a graph, and it goes on after."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The largest batch by a record of one step of a real training, and the traces of that record."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import random

@@ -1,7 +1,5 @@
 """The account of GPU memory in real trainings, by torch's own allocator and the driver."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

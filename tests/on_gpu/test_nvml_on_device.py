@@ -1,7 +1,5 @@
 """The contract of nvml_contract.py on a real driver, and facts that only hardware can show."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess

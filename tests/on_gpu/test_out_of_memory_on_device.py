@@ -1,7 +1,5 @@
 """Real errors of torch's allocator: their explanation, the counters at that moment, and their way to the program."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

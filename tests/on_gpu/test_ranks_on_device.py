@@ -1,7 +1,5 @@
 """Ranks that wait for one of them over NCCL: its number, the line at which it is late, and the share of waiting."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

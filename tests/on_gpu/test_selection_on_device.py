@@ -1,7 +1,5 @@
 """Selection on a real driver and a real CUDA, for facts that the tests on the fake driver take for granted."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

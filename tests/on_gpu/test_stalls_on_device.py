@@ -1,7 +1,5 @@
 """Ranks that hang in collectives of NCCL, in which the host does not wait, by torch's own record of collectives."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The GPU's idle time by its own events, in trainings that are built to leave it idle for so long."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files that are not reports, or forged ones: one sentence each, at once, and never a traceback."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """The report of jobs from one GPU to a thousand: a table that a person can read, with a row for the rest."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

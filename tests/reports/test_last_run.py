@@ -1,7 +1,5 @@
 """The memory that a job needs, by the reports that runs have left."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The picture and the page of a report: complete, small, harmless, and the same for jobs of every size."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import replace
 from html.parser import HTMLParser

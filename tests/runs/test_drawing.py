@@ -1,7 +1,5 @@
 """Picture and page of a report: they are drawn at the end of a run, and nothing else is lost if that fails."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The reason that ended a training is in words on the error and in the report; a GPU's memory runs out in on_gpu/."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

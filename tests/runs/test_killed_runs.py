@@ -1,7 +1,5 @@
 """Runs that are killed, as real processes: the report that they leave, and what the next run makes of it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import time

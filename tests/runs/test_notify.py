@@ -1,7 +1,5 @@
 """The user's own command that is told when a run ends, fails or stalls."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

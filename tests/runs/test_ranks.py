@@ -1,7 +1,5 @@
 """The monitor and the advisor in trainings of several real processes, on one node and on two."""
 
-from __future__ import annotations
-
 import csv
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """The report of a fit: it is written, then printed, and what fails costs only itself."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -1,7 +1,5 @@
 """Nothing of this package's measuring is left after a run of a Trainer, however the run ends."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Trainings that hang, as real processes, and the words on each while it hangs."""
 
-from __future__ import annotations
-
 import re
 import time
 import warnings

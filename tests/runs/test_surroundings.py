@@ -1,7 +1,5 @@
 """Warnings after the first step about shortages that would end training later."""
 
-from __future__ import annotations
-
 import re
 import time
 import warnings

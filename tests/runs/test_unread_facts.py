@@ -1,7 +1,5 @@
 """A fact that cannot be read is left out of the report, which says so; all others are there."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import fields
 from pathlib import Path

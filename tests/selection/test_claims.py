@@ -1,7 +1,5 @@
 """Claims between real processes on real files: who holds one, what ends it, what memory its job uses, and where."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Limits of what other users, absurd files, and unusable folders can do to claims: be named, and no more."""
 
-from __future__ import annotations
-
 import fcntl
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Detection of processes that belong together, from the variables of their launchers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Selecting over the fake driver: reading, ranking and claiming together, in this process and in many."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

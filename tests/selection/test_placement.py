@@ -1,7 +1,5 @@
 """Processes of one job and of several: they agree, or keep apart. Without Lightning, which only passes it all on."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

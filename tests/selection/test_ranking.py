@@ -1,7 +1,5 @@
 """Ranking is a function of readings, claims and requirements; every law of the contract is stated here."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Jobs of a real SLURM on this machine: one choice a node and job, one claim, and nothing left."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """GPUs that the installed torch has no code for: found without importing torch, never picked, and explained."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CUDA's rules for CUDA_VISIBLE_DEVICES; the table is what PyTorch's parser does with four GPUs."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_gpu_tools.gpus.readings import GpuReading

@@ -1,7 +1,5 @@
 """Waiting for GPUs: until they are free or time is up, first come, first served, and nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import re

@@ -1,7 +1,5 @@
 """Fixtures for tests of the simulated machine, which run programs on it with torch's CUDA build."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

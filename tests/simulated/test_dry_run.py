@@ -1,7 +1,5 @@
 """``dry-run`` as a program: unmodified trainings on simulated GPUs, under torch's own CUDA build."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Devices, memory, time, graphs and the driver of the simulated machine, under torch's own CUDA build."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

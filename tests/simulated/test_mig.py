@@ -1,7 +1,5 @@
 """MIG from the pick to the report: torch's CUDA build on an instance of a simulated GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

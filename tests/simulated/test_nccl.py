@@ -1,7 +1,5 @@
 """NCCL between simulated GPUs, under torch's process groups."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Peaks of real trainings on a simulated Tesla T4, within fixed bounds of those measured on a real one."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A step reaches its report through the files that ARCHITECTURE.md names, and no others have to be read for that."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

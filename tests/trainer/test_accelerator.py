@@ -1,7 +1,5 @@
 """Trainers on the fake driver's GPUs: which ones they get, and that all processes of a job get the same."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

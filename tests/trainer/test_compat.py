@@ -1,7 +1,5 @@
 """A Lightning or a torch without one of the names that are private or may change: only we miss it, and say so."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType

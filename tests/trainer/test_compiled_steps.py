@@ -1,7 +1,5 @@
 """Code of torch.compile in measured trainings: compiled as without the measurement, and said when compiled again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

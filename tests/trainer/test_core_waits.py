@@ -1,7 +1,5 @@
 """Trainings that share their core with programs of others: both are on one core, so that they have to."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The same names serve ``lightning`` and ``pytorch_lightning``, Trainer and Fabric, in any order and in one process."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Trainings' other stages, validate, test and predict: where their time goes, and their reports."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training that is killed and resumed ends like one that is not."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

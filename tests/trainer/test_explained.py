@@ -1,7 +1,5 @@
 """Fits of many kinds: the report explains where nearly all of the time went."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the causes of lost time advise, taken from their messages and done in real trainings."""
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Advice on what a Trainer does beside its steps: it is taken out of a report, followed, and not repeated."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re

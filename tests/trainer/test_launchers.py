@@ -1,7 +1,5 @@
 """One real training per launcher: all processes of a job get the same GPUs, pick once, and leave no claim."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

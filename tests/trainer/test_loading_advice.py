@@ -1,7 +1,5 @@
 """Advice on loaders, followed: on the slow one of several, on one inside of something else, on samples in memory."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

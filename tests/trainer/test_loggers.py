@@ -1,7 +1,5 @@
 """Metrics, summary and report of one training, in each of Lightning's loggers that is installed."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 import time

@@ -1,7 +1,5 @@
 """Faults in callbacks of this package: a training ends as it does without them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The finder in real trainings on the CPU: what it finds, that it changes nothing else, and what happens in a fault."""
 
-from __future__ import annotations
-
 import copy
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """A training that is asked to stop, or killed, in its own or in other processes: it saves, ends, and goes on."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

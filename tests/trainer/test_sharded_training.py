@@ -1,7 +1,5 @@
 """Trainings whose model is split among the ranks, on the CPU, with all parts of this package: FSDP2, DeepSpeed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Trainings that really keep more and more, on a clock that moves by hand as this is gone through."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import time

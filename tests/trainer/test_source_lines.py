@@ -1,7 +1,5 @@
 """Source lines that a real training names, however long they take."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The strategies by name, by object and by YAML: which GPUs they get, and what they refuse."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from pathlib import Path

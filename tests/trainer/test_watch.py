@@ -1,7 +1,5 @@
 """Loops without a Trainer under `watch`: what is a step, where its time goes, and that nothing is left behind."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import re

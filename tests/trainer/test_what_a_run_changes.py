@@ -1,7 +1,5 @@
 """What a run changes in the process is in the table of docs/what_the_monitor_changes.md, and is put back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

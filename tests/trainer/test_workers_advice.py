@@ -1,7 +1,5 @@
 """Advice on loaders that cannot simply have workers, followed: the text of a real report is done, and it holds."""
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import re

@@ -1,7 +1,5 @@
 """Fixtures for the tests of what is measured without Lightning."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 

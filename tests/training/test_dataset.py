@@ -1,7 +1,5 @@
 """The attribute of a dataset that fills the memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Source lines at which a thread is sampled, and when: by stacks, a clock and samples that a test makes."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """Facts that up to 1,024 ranks, all in one process, exchange over torch's real stores alone."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Waits for other ranks within backward, with real autograd and a clock that moves by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The stack of a process, and the collectives that it has called, by the record of a real process group."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

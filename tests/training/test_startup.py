@@ -1,7 +1,5 @@
 """The time until the first step is done, of real runs in processes of their own."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

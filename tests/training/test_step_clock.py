@@ -1,7 +1,5 @@
 """The step clock, driven by hand as a loop would drive it."""
 
-from __future__ import annotations
-
 import pytest
 from trainings import HandClock
 

@@ -1,7 +1,5 @@
 """Instants that are each booked once, a timeline of phases that stays small, and durations of steps."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Observations of the workers of real loaders, by torch's queues and by the kernel's files about them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

@@ -20,8 +20,6 @@ A format with several files has
   places of all numbers, it does so only for ``folder.to_load``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import os

@@ -1,7 +1,5 @@
 """DeepSpeed's folders: the files of all ranks, joined like in its zero_to_fp32.py. Runs no code."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Hugging Face's formats: safetensors, a JSON header and then the numbers; and shards with an index."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

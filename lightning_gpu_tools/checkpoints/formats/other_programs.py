@@ -1,7 +1,5 @@
 """Files that are no checkpoints: what they are, by their first bytes or the names in them, and what to do."""
 
-from __future__ import annotations
-
 import codecs
 import os
 import re

@@ -1,7 +1,5 @@
 """Folders by torch.distributed.checkpoint, including Lightning's. Runs no code."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

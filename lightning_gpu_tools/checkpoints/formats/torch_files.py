@@ -1,7 +1,5 @@
 """torch's files: a zip archive with a pickle and one record for each storage; before 1.6, pickles, then the numbers."""
 
-from __future__ import annotations
-
 import mmap
 import re
 import struct

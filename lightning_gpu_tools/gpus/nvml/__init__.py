@@ -5,8 +5,6 @@ machine, regardless of ``CUDA_VISIBLE_DEVICES``, so GPUs are identified by UUID.
 ``nvml.probe``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

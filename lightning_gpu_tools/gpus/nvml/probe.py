@@ -1,7 +1,5 @@
 """Cheap repeated reads of one GPU or MIG instance: counters, performance monitors, Xid events."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

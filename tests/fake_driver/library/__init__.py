@@ -8,8 +8,6 @@ torch finds no driver: a build for CUDA would take its GPUs for CUDA's, and none
 Standard library only, and cheap to import: it is loaded at the start of every child process of a test.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Values of C functions: return codes, quantities over time, and arguments as ctypes passes them."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """A driver that hangs in a call for one GPU, which nothing can interrupt: it is named, and everyone else goes on."""
 
-from __future__ import annotations
-
 import pytest
 from fake_driver import gpu
 

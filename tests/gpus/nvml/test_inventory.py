@@ -1,7 +1,5 @@
 """Reading GPUs by the real nvidia-ml-py over the fake driver."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import subprocess

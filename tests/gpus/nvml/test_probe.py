@@ -1,7 +1,5 @@
 """Reads of one GPU, one after the other."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import time

@@ -1,7 +1,5 @@
 """The driver, opened and closed, in threads and forked children, and why it cannot be."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
