@@ -4,20 +4,16 @@ They test that the rules distinguish the causes, not that hardware behaves this 
 """
 
 import dataclasses
+import sys
 from typing import Any, NamedTuple
 
-from lightning_gpu_tools.advice.causes import TIME_CAUSES
-from lightning_gpu_tools.advice.examples import (
-    HOPPER,
-    NO_WORKERS,
-    STEP,
-    WAITS,
-    contended,
-    cpu_run,
-    gpu_run,
-    on_hopper,
-    sampled_idle,
-)
+from harness import TESTS
+
+sys.path.append(str(TESTS))
+
+from cause_examples import TIME_EXAMPLES
+from synthetic import HOPPER, NO_WORKERS, STEP, WAITS, contended, cpu_run, gpu_run, on_hopper, sampled_idle
+
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, RANK_WAIT_IN_STEP
 from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoadingFacts, RunMeasurements, SourceLine
 
@@ -42,7 +38,7 @@ def cold_cache() -> RunMeasurements:
 
 def sick(cause: str, share: float | None = None, words: str = "", kind: str = "") -> Measured:
     """Return the example of a cause, with its expected answer."""
-    return Measured(f"{cause} {kind}".strip(), TIME_CAUSES[cause].sick, share, words)
+    return Measured(f"{cause} {kind}".strip(), TIME_EXAMPLES[cause].sick, share, words)
 
 
 def _facts(**options: Any) -> dict[str, Any]:
@@ -109,12 +105,12 @@ MEASURED = {
     "a slow rank under a busy GPU": sick("straggler", 0.4, "All ranks wait for rank 3 (node 1)", "forward"),
     "heat": sick("thermal_throttling", 0.18, "Heat"),
     "a low power limit": sick("power_cap", words="sudo nvidia-smi -pl 700"),
-    "the power limit at full load": Measured("healthy", TIME_CAUSES["power_cap"].healthy),
+    "the power limit at full load": Measured("healthy", TIME_EXAMPLES["power_cap"].healthy),
     "too many threads": sick("cpu_contention", 0.4, "num_workers=1 (now 4)", "own_threads"),
     "two of 64 cores by SLURM": Measured(
         "cpu_contention own_threads", contended(machine_cores=64, runnable_threads=16.0), 0.4, "sbatch --cpus-per-task",
     ),
-    "threads that hardly wait for a core": Measured("healthy", TIME_CAUSES["cpu_contention"].healthy),
+    "threads that hardly wait for a core": Measured("healthy", TIME_EXAMPLES["cpu_contention"].healthy),
     "someone else's job": sick("shared_gpu", 0.4, "FreeMemoryCUDAAccelerator(exclusive=True)"),
     "slow storage": Measured(
         "data_loading io_bound", gpu_run(WAITS, 25.0, loading=_ON_STORAGE, worker_cpu_s_per_batch=0.02), 0.75,

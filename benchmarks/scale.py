@@ -34,10 +34,10 @@ from torch.utils.data import DataLoader
 sys.path.append(str(TESTS))
 
 from simulated_report import simulated_report
+from synthetic import gpu_run
 
 from lightning_gpu_tools import GPUUtilizationMonitor
 from lightning_gpu_tools.advice.causes.time import straggler
-from lightning_gpu_tools.advice.examples import gpu_run
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSummary
 from lightning_gpu_tools.reports.page import png_of
 from lightning_gpu_tools.reports.report import RUNNING, load_report, to_json

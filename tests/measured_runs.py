@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from synthetic import cpu_run, ranks
 from trainings import HandClock
 
-from lightning_gpu_tools.advice.examples import cpu_run, ranks
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.step_clock import StepClock
 

@@ -12,21 +12,22 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cause_examples import TIME_EXAMPLES
 from fake_driver import Driver, gpu, process
 from launched_jobs import claims_in
 from slurm_cluster import wait_for
+from synthetic import FLAT, GIB, an_error
 
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.advice.causes.memory import leftover_process, other_processes
 from lightning_gpu_tools.advice.causes.time import shared_gpu
-from lightning_gpu_tools.advice.examples import FLAT, GIB, an_error
 from lightning_gpu_tools.advice.out_of_memory import ErrorFacts
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 InShell = Callable[[str], "subprocess.CompletedProcess[str]"]
-RUN = shared_gpu.CAUSE.sick
+RUN = TIME_EXAMPLES["shared_gpu"].sick
 
 
 @pytest.mark.follows(

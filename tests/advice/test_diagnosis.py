@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic import a_block, cpu_run, gpu_run, sampled_idle
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import a_block, cpu_run, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import MIN_CEILING
 from lightning_gpu_tools.advice.lost_time import idle_share, lost_share
 from lightning_gpu_tools.training.run_measurements import LoaderSettings, PhaseSpan, RunMeasurements, StepBlock

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from synthetic import GIB, NO_WORKERS, WAITS, a_host, cpu_run, gpu_run
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import GIB, NO_WORKERS, WAITS, a_host, cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, plan_loader
 from lightning_gpu_tools.advice.workers import most_workers, obstacles, why_not_searched, why_not_switched

@@ -5,19 +5,19 @@ import re
 from typing import Any
 
 import pytest
+import synthetic
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic import FLAT, GIB, GROWING, MIB, an_error, counted_steps, gpu_run
 
-from lightning_gpu_tools.advice import examples
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import FLAT, GIB, GROWING, MIB, an_error, counted_steps, gpu_run
 from lightning_gpu_tools.advice.out_of_memory import is_out_of_memory
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.memory.readings import Block, MemoryLine, MemoryReading, OutOfMemory, out_of_memory, parse
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
-LOADER = dataclasses.replace(examples.LOADER, batch_size=64)
+LOADER = dataclasses.replace(synthetic.LOADER, batch_size=64)
 RUN = gpu_run({"training_step": 50.0}, 95.0, loader=LOADER)
 TWO = (
     GpuReading(index=0, uuid="GPU-0", memory_total_bytes=24 * GIB, memory_free_bytes=0),

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic import cpu_run, gpu_run
 
 from lightning_gpu_tools.advice.causes.time import straggler
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements, SourceLine
 

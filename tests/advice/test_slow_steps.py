@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from measured_runs import run_of
+from synthetic import a_block, cpu_run, gpu_run
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import a_block, cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 

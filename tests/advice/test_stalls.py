@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
+from synthetic import a_rank, a_stack, a_stall
 
 from lightning_gpu_tools.advice.diagnosis import explain_stall
-from lightning_gpu_tools.advice.examples import a_rank, a_stack, a_stall
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.stalls import FACTOR, MIN_S, RARE_S, Patience, collective_of, is_excused
 from lightning_gpu_tools.training.phases import (

@@ -1,18 +1,17 @@
 """Advice for a Trainer names options of a Trainer, and advice for a loop what a loop can do."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from cause_examples import MEMORY_EXAMPLES, STALL_EXAMPLES, TIME_EXAMPLES
 from gpu_cases import MEASURED
 from measured_runs import run_of, waiting_ranks
 from real_names import unknown_names
-
-from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
-from lightning_gpu_tools.advice.diagnosis import diagnose, explain_stall
-from lightning_gpu_tools.advice.examples import (
+from synthetic import (
     COPIES,
     LOADER,
     STEP,
@@ -24,6 +23,9 @@ from lightning_gpu_tools.advice.examples import (
     on_hopper,
     ranks,
 )
+
+from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
+from lightning_gpu_tools.advice.diagnosis import diagnose, explain_stall
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.memory.readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, PHASES, SELF_LOG, TRAINER, base_phase
@@ -52,7 +54,7 @@ def uneven(phase: str, every: int, slow_s: float, **options: Any) -> RunMeasurem
 
 RUNS = [
     *(case.run for case in MEASURED.values()),
-    *(cause.sick for cause in TIME_CAUSES.values()),
+    *(examples.sick for examples in TIME_EXAMPLES.values()),
     *map(work, ("callback", "callback/StepLR.step", "callback/LitModel.optimizer_step", "callback/a.log")),
     *map(work, ("logging", "logging/self.log", "host_to_device_copy", "training_step", TRAINER, OUTSIDE_LOOP)),
     cpu_run(WAITS, loader=None),
@@ -73,11 +75,7 @@ RUNS = [
 
 DIAGNOSES = [
     *((run, {}) for run in RUNS),
-    *(
-        (run, {"out_of_memory": error})
-        for cause in MEMORY_CAUSES.values()
-        for run, error in (cause.sick, cause.healthy)
-    ),
+    *((run, {"out_of_memory": error}) for examples in MEMORY_EXAMPLES.values() for run, error in examples),
     *(
         (gpu_run(STEP, 97.0, growth=[MemoryGrowth(whose=whose, bytes_per_s=1e6, grown_bytes=1e9)]), {})
         for whose in ("gpu", "process", "workers")
@@ -124,10 +122,9 @@ def test_advice_on_a_stage_without_training_is_not_about_training() -> None:
 
 
 def texts_of_stalls() -> Iterator[str]:
-    for cause in STALL_CAUSES.values():
-        for facts in (cause.sick, cause.healthy):
-            found = explain_stall(facts)
-            yield from (found.why, found.advice)
+    for facts in itertools.chain.from_iterable(STALL_EXAMPLES.values()):
+        found = explain_stall(facts)
+        yield from (found.why, found.advice)
 
 
 def test_variables_commands_classes_and_options_in_advice_exist() -> None:

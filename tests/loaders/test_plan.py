@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic import GIB, NO_WORKERS, a_host
 
-from lightning_gpu_tools.advice.examples import GIB, NO_WORKERS, a_host
 from lightning_gpu_tools.advice.loader_plan import LoadCost
 from lightning_gpu_tools.loaders.plan import LoaderCase, Step, choose, max_workers, next_trial, step_cost, why_no_search
 from lightning_gpu_tools.training.run_measurements import LoaderTrial

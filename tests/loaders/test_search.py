@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from loader_switching import Hanging, frozen_states, shorten_trials
+from synthetic import a_host
 from torch.utils.data import DataLoader, RandomSampler
 from trainings import Samples
 
 from lightning_gpu_tools import find_loader_settings
-from lightning_gpu_tools.advice.examples import a_host
 from lightning_gpu_tools.loaders import search
 from lightning_gpu_tools.loaders.plan import Step
 

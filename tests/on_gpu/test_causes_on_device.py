@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from cause_examples import TIME_EXAMPLES
+from synthetic import NO_WORKERS
 from torch.utils.data import DataLoader
 from toys import occupy
 from trainings import Boom, Model, Raise, Samples, Watch, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.advice.causes import TIME_CAUSES
-from lightning_gpu_tools.advice.examples import NO_WORKERS
+from lightning_gpu_tools.advice.causes.time import host_to_device_copy
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.training.phases import FORWARD
 
@@ -77,8 +78,8 @@ def test_batches_are_in_page_locked_memory_as_advised(tmp_path: Path) -> None:
             pinned.append(batch.is_pinned())
             return batch
 
-    cause = TIME_CAUSES["host_to_device_copy"]
-    (finding,) = cause.find(replace(cause.sick, loader=NO_WORKERS))
+    run = replace(TIME_EXAMPLES["host_to_device_copy"].sick, loader=NO_WORKERS)
+    (finding,) = host_to_device_copy.find(run)
     option = re.search(r"DataLoader\((\w+)=True\)", finding.advice)
     assert option is not None
     for options in ({}, {option[1]: True}):

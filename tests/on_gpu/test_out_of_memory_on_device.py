@@ -15,12 +15,12 @@ import pytest
 import torch
 from out_of_memory import CASES, Case, answer, judged, train_in_new_process
 from rank_processes import start_ranks
+from synthetic import STEP, an_error, gpu_run
 from torch.utils.data import DataLoader
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES
-from lightning_gpu_tools.advice.examples import STEP, an_error, gpu_run
 from lightning_gpu_tools.advice.out_of_memory import ErrorFacts
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.memory.readings import SETUP, MemoryHoldings

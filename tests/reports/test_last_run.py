@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from sample_report import GIB, REPORT, TRAINED
+from synthetic import an_error, gpu_run
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import an_error, gpu_run
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.processes import process_id

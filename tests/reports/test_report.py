@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_report import REPORT, with_finding
+from synthetic import STEP, gpu_run
 
-from lightning_gpu_tools.advice.examples import STEP, gpu_run
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.advice.verdict import early_warnings
 from lightning_gpu_tools.memory.readings import MemoryGrowth

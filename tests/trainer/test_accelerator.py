@@ -8,6 +8,7 @@ from pathlib import Path
 
 import cpu_as_cuda
 import pytest
+from cause_examples import MEMORY_EXAMPLES, TIME_EXAMPLES
 from fake_driver import Driver, gpu, mig, process
 from launched_jobs import claims_in, live_claims
 from lightning.pytorch import Trainer
@@ -121,8 +122,8 @@ def test_all_of_a_divided_gpu_is_one_instance(driver: Driver) -> None:
 @pytest.mark.follows("Use a free GPU (lightning-gpu-tools pick --exclusive, or", "{}(min_free='{}') claims it.")
 def test_advised_accelerators_find_a_free_gpu_and_claim_what_is_needed(driver: Driver, claims_dir: Path) -> None:
     driver.gpus[3].processes = [process(1)]
-    (finding,) = shared_gpu.find(shared_gpu.CAUSE.sick)
-    (other,) = other_processes.find(other_processes.CAUSE.sick)
+    (finding,) = shared_gpu.find(TIME_EXAMPLES["shared_gpu"].sick)
+    (other,) = other_processes.find(MEMORY_EXAMPLES["other_processes"].sick)
     texts = re.search(r", or (\S+)\), then", finding.advice), re.search(r"(\S+) claims it", other.advice)
     free, claiming = (eval(text[1], {"FreeMemoryCUDAAccelerator": FreeMemoryCUDAAccelerator}) for text in texts)
     assert cpu_as_cuda.positions(Trainer(accelerator=free, devices=1, logger=False), driver) == [2]

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from cause_examples import STALL_EXAMPLES, TIME_EXAMPLES
 from fake_driver import Driver, gpu
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from rank_processes import run_ranks
+from synthetic import STEP, gpu_run, on_hopper, ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -25,7 +27,6 @@ from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.advice.causes import STALL_CAUSES, TIME_CAUSES
-from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper, ranks
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.lost_time import FIND_FUNCTION
 from lightning_gpu_tools.trainer.strategies import why_no_cuda
@@ -130,7 +131,7 @@ class OneWaits(Dataset[int]):
 def test_others_go_on_beside_a_slow_worker_as_advised() -> None:
     waits = LoadingFacts(long_waits=20, ready_out_of_order_share=0.9)
     loader_now = LoaderSettings(num_workers=2, prefetch_factor=2, persistent_workers=False, pin_memory=False)
-    sick = TIME_CAUSES["data_loading"].sick
+    sick = TIME_EXAMPLES["data_loading"].sick
     finding = found("data_loading", replace(sick, loader=loader_now, loading=waits))
     assert finding is not None
     assert finding.evidence["kind"] == "slow_worker"
@@ -165,7 +166,7 @@ def test_collections_skip_what_is_frozen_as_advised(tmp_path: Path, unfrozen: No
         quiet_trainer(folder, callbacks=callbacks).fit(CollectingModel(), loader(Samples(80)))
         return load_report(folder).phase_s["garbage_collection"]
 
-    finding = found("garbage_collection", TIME_CAUSES["garbage_collection"].sick)
+    finding = found("garbage_collection", TIME_EXAMPLES["garbage_collection"].sick)
     assert finding is not None
     before_s = collecting_s(tmp_path / "before")
     for call in re.findall(r"gc\.\w+\(\)", finding.advice)[:2]:
@@ -205,7 +206,7 @@ def test_the_precision_that_is_advised_ends_the_advice(tmp_path: Path) -> None:
 
 @pytest.mark.follows("administrator to raise it: sudo nvidia-smi -pl")
 def test_the_power_limit_that_is_advised_ends_the_advice() -> None:
-    sick = TIME_CAUSES["power_cap"].sick
+    sick = TIME_EXAMPLES["power_cap"].sick
     finding = found("power_cap", sick)
     assert finding is not None
     assert sick.gpu is not None
@@ -229,7 +230,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.follows("a fused optimizer (AdamW(..., fused=True))")
 def test_a_fused_optimizer_has_fewer_operations_as_advised() -> None:
-    finding = found("launch_bound", TIME_CAUSES["launch_bound"].sick)
+    finding = found("launch_bound", TIME_EXAMPLES["launch_bound"].sick)
     assert finding is not None
     option = value(r"AdamW\(\.\.\., (\w+)=True\)", finding.advice)
     counts = []
@@ -259,8 +260,7 @@ def test_the_profile_that_is_advised_names_the_slow_function(tmp_path: Path) -> 
 
 @pytest.mark.follows("End other programs (`ps aux --sort=-rss | head`)")
 def test_the_command_that_is_advised_lists_large_programs_first() -> None:
-    cause = STALL_CAUSES["swap"]
-    (explained,) = cause.find(cause.sick)
+    (explained,) = STALL_CAUSES["swap"].find(STALL_EXAMPLES["swap"].sick)
     command = value(r"`(ps aux [^`]+)`", explained.advice)
     _, *rows = subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout.splitlines()
     sizes = [int(row.split()[5]) for row in rows]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cause_examples import TIME_EXAMPLES
 from lightning.pytorch import Callback, callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -22,7 +23,6 @@ from lightning_gpu_tools import (
     PortableCheckpointIO,
     load_report,
 )
-from lightning_gpu_tools.advice.causes import TIME_CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.verdict import early_warnings
 from lightning_gpu_tools.memory.readings import MemoryGrowth
@@ -189,7 +189,7 @@ def test_some_steps_of_each_stage_are_profiled_as_advised(
     tmp_path: Path, stage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "lightning.pytorch")
-    run = dataclasses.replace(TIME_CAUSES["unexplained"].sick, stage=stage)
+    run = dataclasses.replace(TIME_EXAMPLES["unexplained"].sick, stage=stage)
     options = options_in(r"Trainer\((profiler='pytorch', \w+=50)\)", diagnose(run).next_step)
     (few,) = options.keys() - {"profiler"}
     model, batches = Model(), []
@@ -204,7 +204,7 @@ def test_some_steps_of_each_stage_are_profiled_as_advised(
 @pytest.mark.follows("Trainer.predict keeps all outputs: pass return_predictions=False, and write them in a")
 def test_predictions_are_written_and_not_kept_as_advised(tmp_path: Path) -> None:
     growth = MemoryGrowth(whose="process", bytes_per_s=1e6, grown_bytes=1e9, left_s=60.0)
-    run = dataclasses.replace(TIME_CAUSES["unexplained"].sick, stage="predict", growth=[growth])
+    run = dataclasses.replace(TIME_EXAMPLES["unexplained"].sick, stage="predict", growth=[growth])
     option, writer = re.findall(r"pass (\w+=False), and write them in a (\w+)\.", early_warnings(run)[0].advice)[0]
     written: list[torch.Tensor] = []
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from rank_processes import start_ranks
+from synthetic import STEP, cpu_run
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from trainings import Model, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor
-from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.verdict import early_warnings
 from lightning_gpu_tools.memory import history
 from lightning_gpu_tools.memory.readings import MemoryGrowth

@@ -8,7 +8,6 @@ recorded steps.
 import math
 
 from lightning_gpu_tools.advice.batch_size import bound_by_failure, largest_batch, split
-from lightning_gpu_tools.advice.examples import FLAT, GIB, STEPS_OF_64, counted_steps, failed
 from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Findings, holding, new_finding
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, ErrorFacts, another_gpu, levers
 from lightning_gpu_tools.training.phases import TRAINING_STEP, VALIDATION, base_phase
@@ -96,6 +95,4 @@ CAUSE = Cause(
     find=find,
     settings=SMALLER_STEP,
     verified_on="hardware",
-    sick=failed(begins=FLAT, batch_shape=(32, 512), memory=counted_steps(16, 8 * GIB, 18 * GIB)),
-    healthy=failed(begins=FLAT, batch_shape=(64, 512), usual_items=64 * 512, memory=STEPS_OF_64),
 )

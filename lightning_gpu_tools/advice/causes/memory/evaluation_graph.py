@@ -5,10 +5,8 @@ loop, where validation often lacks torch.no_grad(), it is enough that validation
 """
 
 from lightning_gpu_tools.advice.causes.memory.memory_growth import kept_in_validation, left
-from lightning_gpu_tools.advice.examples import GROWING, failed
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, ErrorFacts
-from lightning_gpu_tools.training.phases import VALIDATION
 from lightning_gpu_tools.units import format_bytes
 
 
@@ -32,6 +30,4 @@ CAUSE = Cause(
     change="`torch.no_grad()` in your own loop, `torch.enable_grad()` removed, or `detach` for what validation keeps",
     find=find,
     verified_on="hardware",
-    sick=failed(phase=VALIDATION, validation_begins=GROWING, grad_enabled=True),
-    healthy=failed(phase=VALIDATION, validation_begins=GROWING, grad_enabled=False),
 )

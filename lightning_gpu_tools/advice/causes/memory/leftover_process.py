@@ -4,10 +4,8 @@ Searches the driver's list of processes on the GPU for one that has lost its par
 """
 
 from lightning_gpu_tools.advice.causes.memory.other_processes import left_over, named, others_are_the_cause
-from lightning_gpu_tools.advice.examples import FLAT, GIB, failed
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.out_of_memory import ErrorFacts
-from lightning_gpu_tools.gpus.readings import GpuProcess
 
 
 def find(facts: ErrorFacts) -> Findings:
@@ -23,6 +21,4 @@ CAUSE = Cause(
     change="if it is not needed, `kill` it",
     find=find,
     verified_on="hardware",
-    sick=failed(begins=FLAT, others=(GpuProcess(9, 6 * GIB),), orphans=(9,)),
-    healthy=failed(begins=FLAT, others=(GpuProcess(9, 6 * GIB),)),
 )

@@ -3,10 +3,9 @@
 Memory ran out in the call that loads it.
 """
 
-from lightning_gpu_tools.advice.examples import failed
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.out_of_memory import ErrorFacts, another_gpu
-from lightning_gpu_tools.memory.readings import LOADING_CHECKPOINT, SETUP
+from lightning_gpu_tools.memory.readings import LOADING_CHECKPOINT
 
 
 def find(facts: ErrorFacts) -> Findings:
@@ -24,6 +23,4 @@ CAUSE = Cause(
     change='`map_location="cpu"`, `PortableCheckpointIO`, `load_weights`',
     find=find,
     verified_on="hardware",
-    sick=failed(phase=LOADING_CHECKPOINT),
-    healthy=failed(phase=SETUP),
 )

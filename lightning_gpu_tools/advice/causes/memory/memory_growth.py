@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Sequence
 from statistics import median
 
-from lightning_gpu_tools.advice.examples import FLAT, GIB, GROWING, failed
 from lightning_gpu_tools.advice.findings import Cause, Finding, Findings, holding, new_finding
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, ErrorFacts, fewer_workers, why_host_is_full
 from lightning_gpu_tools.memory.readings import MemoryGrowth, MemoryLine
@@ -134,6 +133,4 @@ CAUSE = Cause(
     is_on_host=True,
     find_early=find_early,
     verified_on="hardware",
-    sick=failed(begins=GROWING),
-    healthy=failed(begins=[*FLAT[:50], *((step, 20.0 * GIB) for step in range(51, 100))]),
 )

@@ -4,10 +4,9 @@ Adds up parameters, gradients and optimizer states, or takes the memory in use b
 the setup of the model counts as well.
 """
 
-from lightning_gpu_tools.advice.examples import FLAT, GIB, failed
 from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Findings, new_finding
 from lightning_gpu_tools.advice.out_of_memory import ErrorFacts, another_gpu, is_32, sharded
-from lightning_gpu_tools.memory.readings import SETUP, MemoryHoldings
+from lightning_gpu_tools.memory.readings import SETUP
 from lightning_gpu_tools.units import format_bytes
 
 _MIN_SHARE = 0.85  # our default: the share of the memory that the model takes before any batch
@@ -50,6 +49,4 @@ CAUSE = Cause(
     find=find,
     settings=SMALLER_STEP,
     verified_on="hardware",
-    sick=failed(phase=SETUP, model=MemoryHoldings(parameters_bytes=24 * GIB)),
-    healthy=failed(begins=FLAT[:1]),
 )

@@ -5,14 +5,13 @@ Memory ran out in the optimizer's step.
 
 import math
 
-from lightning_gpu_tools.advice.examples import FLAT, MIB, failed
 from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Findings, new_finding
 from lightning_gpu_tools.advice.out_of_memory import ErrorFacts, another_gpu, sharded
-from lightning_gpu_tools.training.phases import BACKWARD, OPTIMIZER
+from lightning_gpu_tools.training.phases import OPTIMIZER
 from lightning_gpu_tools.units import format_bytes, printable
 
 _SAVED_BY_8_BITS = 0.75  # of states in 32 bits: bitsandbytes
-_WORKSPACES_BYTES = 2 * 32 * MIB  # of cuBLAS and cuBLASLt, on Hopper
+_WORKSPACES_BYTES = 2 * 32 * 2**20  # of cuBLAS and cuBLASLt, on Hopper
 
 
 def find(facts: ErrorFacts) -> Findings:
@@ -46,6 +45,4 @@ CAUSE = Cause(
     find=find,
     settings=SMALLER_STEP,
     verified_on="hardware",
-    sick=failed(phase=OPTIMIZER, begins=FLAT[:1]),
-    healthy=failed(phase=BACKWARD, begins=FLAT[:1]),
 )

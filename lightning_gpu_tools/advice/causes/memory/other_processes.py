@@ -6,7 +6,6 @@ this job now needs more than it could have had after its first step, others are 
 
 from collections.abc import Sequence
 
-from lightning_gpu_tools.advice.examples import FLAT, GIB, STEPS_OF_64, failed
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, ErrorFacts, another_gpu
 from lightning_gpu_tools.gpus.readings import FOREIGN, GpuProcess
@@ -72,6 +71,4 @@ CAUSE = Cause(
     change="another GPU of this machine, if one has enough room, with the `pick` command; `min_free`",
     find=find,
     verified_on="hardware",
-    sick=failed(begins=FLAT, others=(GpuProcess(9, 6 * GIB),)),
-    healthy=failed(begins=FLAT, others=(GpuProcess(9, 6 * GIB),), memory=STEPS_OF_64),
 )

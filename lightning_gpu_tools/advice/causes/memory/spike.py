@@ -6,7 +6,6 @@ with the largest earlier step.
 
 import math
 
-from lightning_gpu_tools.advice.examples import STEPS_OF_64, failed
 from lightning_gpu_tools.advice.findings import SMALLER_STEP, Cause, Findings, Variant, new_finding
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, ErrorFacts, levers, place_of
 from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, OUTSIDE_LOOP, base_phase
@@ -75,6 +74,4 @@ CAUSE = Cause(
     find=find,
     settings=SMALLER_STEP,
     verified_on="hardware",
-    sick=failed(batch_shape=(64, 2048), usual_items=64 * 512, memory=STEPS_OF_64),
-    healthy=failed(batch_shape=(64, 512), usual_items=64 * 512, memory=STEPS_OF_64),
 )

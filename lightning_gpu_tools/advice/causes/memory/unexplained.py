@@ -5,7 +5,6 @@ processes that grew.
 """
 
 from lightning_gpu_tools.advice.causes.memory.batch_too_large import has_fitted
-from lightning_gpu_tools.advice.examples import FLAT, failed
 from lightning_gpu_tools.advice.findings import Cause, Findings, holding, new_finding
 from lightning_gpu_tools.advice.out_of_memory import ErrorFacts, another_gpu, fewer_workers, place_of, why_host_is_full
 from lightning_gpu_tools.units import format_bytes
@@ -40,6 +39,4 @@ CAUSE = Cause(
     is_on_host=True,
     is_last_resort=True,
     verified_on="cpu",
-    sick=failed(phase="callback/A"),
-    healthy=failed(begins=FLAT),
 )

@@ -4,11 +4,9 @@ Reads the state, the CPU time and the system call of each worker (/proc), and th
 deliver the next batch, if it was forked.
 """
 
-from lightning_gpu_tools.advice.examples import a_stack, a_stall
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.stalls import activity_phrase, in_function, is_idle
-from lightning_gpu_tools.training.phases import DATA_LOADING
-from lightning_gpu_tools.training.stall_facts import ProcessFacts, StallFacts
+from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
 def find(facts: StallFacts) -> Findings:
@@ -47,10 +45,4 @@ CAUSE = Cause(
     '`multiprocessing_context="spawn"`, `cv2.setNumThreads(0)`; if it has exited, see [below](#a-worker-died)',
     find=find,
     verified_on="cpu",
-    sick=a_stall(
-        DATA_LOADING,
-        workers=(ProcessFacts(101, waits_for="lock"), ProcessFacts(102, stack=a_stack("train.py:decode"))),
-        awaited_worker=1,
-    ),
-    healthy=a_stall(DATA_LOADING),
 )

@@ -3,10 +3,8 @@
 Takes the stack of the training thread and its CPU time.
 """
 
-from lightning_gpu_tools.advice.examples import a_stall
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.stalls import activity_phrase
-from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
@@ -22,6 +20,4 @@ CAUSE = Cause(
     change="check the line in the report: often a network call without a timeout",
     find=find,
     verified_on="cpu",
-    sick=a_stall(),
-    healthy=a_stall(DATA_LOADING),
 )

@@ -7,11 +7,9 @@ batches in their last complete epochs, this is the reason.
 
 from collections import Counter
 
-from lightning_gpu_tools.advice.examples import a_rank, a_stall
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.stalls import SAME_BATCHES, hanging_call
-from lightning_gpu_tools.training.phases import FORWARD
-from lightning_gpu_tools.training.stall_facts import Call, StallFacts
+from lightning_gpu_tools.training.stall_facts import StallFacts
 from lightning_gpu_tools.units import printable
 
 _MAX_PLACES = 4  # in the report
@@ -59,6 +57,4 @@ CAUSE = Cause(
     change="the same calls, sizes and numbers of batches on every rank; else check the network: `NCCL_DEBUG=INFO`",
     find=find,
     verified_on="simulated GPU",
-    sick=a_stall(FORWARD, a_rank(0, Call(4, "all_reduce", False)), a_rank(1, Call(4, "barrier", False))),
-    healthy=a_stall(FORWARD, a_rank(0, Call(4, "all_reduce", False)), a_rank(1, Call(3, "all_reduce", True))),
 )

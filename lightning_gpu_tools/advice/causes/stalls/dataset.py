@@ -3,10 +3,9 @@
 Takes the current phase of the training thread, and its stack.
 """
 
-from lightning_gpu_tools.advice.examples import a_stall
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.stalls import activity_phrase
-from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, VALIDATION, base_phase
+from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, base_phase
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
@@ -23,6 +22,4 @@ CAUSE = Cause(
     change="check the line of the dataset in the report",
     find=find,
     verified_on="cpu",
-    sick=a_stall(DATA_LOADING),
-    healthy=a_stall(VALIDATION),
 )

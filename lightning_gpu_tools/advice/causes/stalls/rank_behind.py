@@ -4,10 +4,8 @@ Reads the job's key-value store, to which each rank regularly writes its step, i
 and once it has stalled, the collective in which it waits for other ranks, if any.
 """
 
-from lightning_gpu_tools.advice.examples import a_rank, a_stall
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.stalls import SAME_BATCHES, hanging_call, name_ranks, phase_phrase
-from lightning_gpu_tools.training.phases import DATA_LOADING, FORWARD
 from lightning_gpu_tools.training.stall_facts import StallFacts
 from lightning_gpu_tools.units import format_duration, plural, printable
 
@@ -49,8 +47,4 @@ CAUSE = Cause(
     change="check the line of that rank in the report, or its output; let errors end the process",
     find=find,
     verified_on="simulated GPU",
-    sick=a_stall(
-        FORWARD, a_rank(0, waits_in="all_reduce"), a_rank(1, phase=DATA_LOADING, why="It waits.", next_step="Check it.")
-    ),
-    healthy=a_stall(FORWARD, a_rank(0, waits_in="all_reduce"), a_rank(1, waits_in="barrier")),
 )

@@ -4,11 +4,9 @@ Reads the state (D) and the system call of the training process, or of the worke
 the next batch (/proc).
 """
 
-from lightning_gpu_tools.advice.examples import a_stall
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.advice.stalls import activity_phrase
-from lightning_gpu_tools.training.phases import VALIDATION
-from lightning_gpu_tools.training.stall_facts import ProcessFacts, StallFacts
+from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
 def find(facts: StallFacts) -> Findings:
@@ -29,6 +27,4 @@ CAUSE = Cause(
     change="check the mount with `ls`, `df` and `dmesg`; copy the data to a local disk",
     find=find,
     verified_on="cpu",
-    sick=a_stall(VALIDATION, process=ProcessFacts(1, "D", "storage", "/nfs/x")),
-    healthy=a_stall(VALIDATION, process=ProcessFacts(1, "S")),
 )

@@ -3,7 +3,6 @@
 Reads the share of time in which every task of the machine waited for memory, from the kernel (/proc/pressure/memory).
 """
 
-from lightning_gpu_tools.advice.examples import a_stall
 from lightning_gpu_tools.advice.findings import Cause, Findings, new_finding
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
@@ -27,6 +26,4 @@ CAUSE = Cause(
     change="use fewer workers or smaller batches, or end other programs",
     find=find,
     verified_on="measurements",
-    sick=a_stall(memory_stall_percent=90.0),
-    healthy=a_stall(memory_stall_percent=2.0),
 )

@@ -4,7 +4,6 @@ Times each callback, hook and scheduler separately, by class or by class and met
 the GPU was idle counts.
 """
 
-from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import lost_in, name_of, phases_of, times_rarer
 from lightning_gpu_tools.training.phases import CALLBACK
@@ -23,6 +22,4 @@ CAUSE = Cause(
     change="make it faster, or run it less often, by the factor in the advice",
     find=find,
     verified_on="hardware",
-    sick=cpu_run({"callback/A": 20, **STEP}),
-    healthy=cpu_run({"callback/A": 0.4, **STEP}),
 )

@@ -6,7 +6,6 @@ a late rank from sending.
 
 from statistics import fmean
 
-from lightning_gpu_tools.advice.examples import STEP, cpu_run, ranks
 from lightning_gpu_tools.advice.findings import Cause, Finding, Findings
 from lightning_gpu_tools.advice.lost_time import lost_time, mean_wait_s
 from lightning_gpu_tools.training.phases import RANK_WAIT, RANK_WAIT_IN_STEP
@@ -50,6 +49,4 @@ CAUSE = Cause(
     silences=("small_batch",),
     kind="busy",  # a GPU that waits for another one is busy
     verified_on="simulated GPU",
-    sick=cpu_run(STEP, **ranks({"backward": 0.01}, {"backward": 0.01}, wait_s=0.02)),
-    healthy=cpu_run(STEP, **ranks({"backward": 0.01}, {"backward": 0.01}, wait_s=0.001)),
 )

@@ -7,7 +7,6 @@ Other findings count the same time again if they include it.
 
 import math
 
-from lightning_gpu_tools.advice.examples import contended
 from lightning_gpu_tools.advice.findings import Cause, Findings, Variant
 from lightning_gpu_tools.advice.lost_time import idle_share, longest_group, lost_time
 from lightning_gpu_tools.training.phases import PAUSES, RANK_WAIT
@@ -123,6 +122,4 @@ CAUSE = Cause(
     kind="busy",
     settings=("num_workers",),
     verified_on="cpu",
-    sick=contended(),
-    healthy=contended(0.05),
 )

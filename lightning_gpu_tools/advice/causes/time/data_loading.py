@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 from lightning_gpu_tools.advice.causes.time.cpu_contention import in_cores, one_thread_per_worker
-from lightning_gpu_tools.advice.examples import STEP, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import (
     LOADER_SETTINGS,
     MIN_CEILING,
@@ -366,6 +365,4 @@ CAUSE = Cause(
     why_not=why_not,
     settings=LOADER_SETTINGS,
     verified_on="cpu",
-    sick=cpu_run(WAITS),
-    healthy=cpu_run({"data_loading": 0.2, **STEP}),
 )

@@ -4,7 +4,6 @@ A few steps run under torch.cuda.set_sync_debug_mode, which reports the lines th
 torch.cuda.synchronize() are counted as well. The time that a step would take without these waits limits the gain.
 """
 
-from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
 from lightning_gpu_tools.advice.findings import Cause, Findings, in_words
 from lightning_gpu_tools.advice.lost_time import MIN_SHARE, idle_in_step, lost_time, syncs_in_step
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
@@ -40,6 +39,4 @@ CAUSE = Cause(
     change="remove `.item()`, `print(tensor)`, `.cpu()`, `torch.cuda.synchronize()` there",
     find=find,
     verified_on="hardware",
-    sick=gpu_run(STEP, 50.0, **watched(line=42)),
-    healthy=gpu_run(STEP, 97.0, **watched(line=42)),
 )

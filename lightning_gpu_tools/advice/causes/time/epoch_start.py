@@ -4,7 +4,6 @@ Times the iterator, the start of the workers, and the first batch. It is judged 
 steps.
 """
 
-from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import lost_in, phases_of
 from lightning_gpu_tools.training.phases import EPOCH_START
@@ -28,6 +27,4 @@ CAUSE = Cause(
     is_judged_early=lambda run: run.epochs >= MIN_EPOCHS,
     settings=("persistent_workers",),
     verified_on="cpu",
-    sick=cpu_run({"epoch_start": 20, **STEP}),
-    healthy=cpu_run({"epoch_start": 0.4, **STEP}),
 )

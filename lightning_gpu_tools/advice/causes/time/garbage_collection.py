@@ -3,7 +3,6 @@
 Times collections beyond the youngest generation, with Python's gc.callbacks.
 """
 
-from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import lost_in, phases_of, times_rarer
 from lightning_gpu_tools.training.phases import GARBAGE_COLLECTION
@@ -25,6 +24,4 @@ CAUSE = Cause(
     change="call `gc.collect()` and `gc.freeze()` once before training; call `gc.collect()` less often",
     find=find,
     verified_on="cpu",
-    sick=cpu_run({"garbage_collection": 10, **STEP}),
-    healthy=cpu_run({"garbage_collection": 0.4, **STEP}),
 )

@@ -4,7 +4,6 @@ On a GPU, only time during which the GPU was idle counts, by CUDA events around 
 the transfer hooks counts.
 """
 
-from lightning_gpu_tools.advice.examples import COPIES, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import MIN_SHARE, idle_share, lost_share, lost_time
 from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
@@ -31,6 +30,4 @@ CAUSE = Cause(
     find=find,
     settings=("pin_memory",),
     verified_on="hardware",
-    sick=gpu_run(**COPIES),
-    healthy=gpu_run(**{**COPIES, "utilization": 97.0, "gpu_idle": sampled_idle(host_to_device_copy=(20.0, 0.5))}),
 )

@@ -4,7 +4,6 @@ The driver's counter of active tensor cores (GPM, on Hopper and later) is near z
 for matrix products is a rule of thumb.
 """
 
-from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper
 from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import is_tiny, lost_time
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -51,6 +50,4 @@ CAUSE = Cause(
     kind="remark",
     settings=("precision",),
     verified_on="measurements",
-    sick=gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0)),
-    healthy=gpu_run(STEP, 97.0, precision="bf16-mixed", **on_hopper(tensor_active_percent=0.0)),
 )

@@ -4,9 +4,6 @@ Reads the driver's throttling reasons and clocks while the GPU is busy. A GPU at
 reported, because nothing can be changed.
 """
 
-from dataclasses import replace
-
-from lightning_gpu_tools.advice.examples import STEP, gpu_run
 from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import BUSY_PERCENT, lost_time
 from lightning_gpu_tools.gpus.metrics import GpuWindow
@@ -36,16 +33,10 @@ def find(run: RunMeasurements) -> Findings:
     yield lost_time(run, share, begins="Throttling at the power limit costs", advice=advice)
 
 
-_CAPPED = GpuWindow(
-    power_capped_percent=90.0, held_clock_percent=70.0, power_limit_watts=500.0, power_limit_watts_max=700.0
-)
-
 CAUSE = Cause(
     says="Throttling at the power limit costs ...",
     change="raise the power limit. Throttling slows a busy GPU down but never leaves it idle",
     find=find,
     kind="remark",
     verified_on="measurements",
-    sick=gpu_run(STEP, 99.0, gpu=_CAPPED),
-    healthy=gpu_run(STEP, 99.0, gpu=replace(_CAPPED, power_limit_watts=700.0)),
 )

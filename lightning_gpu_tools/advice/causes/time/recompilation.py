@@ -6,10 +6,9 @@ and which guard failed.
 
 import re
 
-from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Cause, Findings, in_words, is_of_program
 from lightning_gpu_tools.advice.lost_time import idle_share, lost_time
-from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, Recompiled, RunMeasurements
+from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
 from lightning_gpu_tools.units import plural, printable
 
 # Our defaults. Compiling a function again to make a size dynamic is normal, and happens for a few sizes.
@@ -54,18 +53,9 @@ def find(run: RunMeasurements) -> Findings:
     )
 
 
-def _compiled_again(count: int, seconds: float) -> RunMeasurements:
-    """Return 200 steps of 50 ms with a function that was compiled again."""
-    reason = "tensor 'x' size mismatch at index 1. expected 128, actual 131"
-    again = Recompiled(file="train.py", line=41, function="forward", count=count, seconds=seconds, reason=reason)
-    return cpu_run(STEP, recompiled=(again,))
-
-
 CAUSE = Cause(
     says="Compiling the same code again takes ...: the function, its line, and why",
     change="pad to a few lengths, `mark_dynamic`",
     find=find,
     verified_on="cpu",
-    sick=_compiled_again(7, 2.0),
-    healthy=_compiled_again(1, 0.3),
 )

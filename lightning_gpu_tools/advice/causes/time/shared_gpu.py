@@ -4,9 +4,7 @@ Reads the driver's utilization by process: no other cause is judged then. Withou
 idle, so all causes are judged, but a busy GPU does not mean a healthy run.
 """
 
-from lightning_gpu_tools.advice.examples import GIB, WAITS, gpu_run
 from lightning_gpu_tools.advice.findings import Cause, Finding, Findings, ceiling
-from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
@@ -38,6 +36,4 @@ CAUSE = Cause(
     find=find,
     kind="others",
     verified_on="hardware",
-    sick=gpu_run(WAITS, 30.0, gpu=GpuWindow(others_utilization_percent=40.0, others_memory_bytes=3 * GIB)),
-    healthy=gpu_run(WAITS, 30.0, gpu=GpuWindow(others_utilization_percent=1.0, others_memory_bytes=3 * GIB)),
 )

@@ -7,14 +7,12 @@ that have a cause of their own, such as callbacks and logging, do not count here
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
-from lightning_gpu_tools.advice.examples import cpu_run
 from lightning_gpu_tools.advice.findings import Cause, Findings, label_of
 from lightning_gpu_tools.advice.lost_time import exposed_share, idle_in_step_share, idle_share, lost_time
 from lightning_gpu_tools.training.phases import DATA_LOADING, TRAINER, TRAINING_STEP, UNEXPLAINED, base_phase
-from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps, StepTimes
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 # Our defaults.
 _MIN_SHARE = 0.10  # of the wall time
@@ -88,23 +86,10 @@ def _period(steps: Sequence[int]) -> int | None:
     return every if often >= max(_MIN_INTERVALS, intervals / 2) and regular >= _REGULAR * intervals else None
 
 
-def _with_slow_steps(times: float) -> RunMeasurements:
-    """Return 250 steps of 40 ms; every 50th takes ``times`` as long."""
-    steps = (50, 100, 150, 200, 250)
-    excess_s = len(steps) * (times - 1) * 0.04
-    slow = SlowSteps(phase=TRAINING_STEP, count=len(steps), seconds=len(steps) * times * 0.04, steps=steps)
-    facts = StepTimes(count=230, seconds=9.2 + excess_s, p50_s=0.04, p95_s=0.04, max_s=times * 0.04, slow=(slow,))
-    run = cpu_run({"training_step": 40.0})
-    wall_s = run.wall_s + excess_s
-    return replace(run, wall_s=wall_s, phase_s={"training_step": wall_s}, step_times=facts)
-
-
 CAUSE = Cause(
     says="... of ... steps took ... times the median: in which line of the tree, and how often",
     change="what the advice says: group samples of similar length, or find what runs at that period",
     find=find,
     leaves_explained=True,
     verified_on="cpu",
-    sick=_with_slow_steps(15.0),
-    healthy=_with_slow_steps(3.0),
 )

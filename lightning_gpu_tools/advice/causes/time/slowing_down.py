@@ -6,10 +6,9 @@ added since the first third. Batch size, the GPU's clock, and the memory of the 
 the first of them that changed too is reported as the likely reason.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import fmean, median
 
-from lightning_gpu_tools.advice.examples import a_block, cpu_run
 from lightning_gpu_tools.advice.findings import Cause, Findings, Variant, label_of, median_interval
 from lightning_gpu_tools.advice.lost_time import exposed_share, idle_share, lost_time
 from lightning_gpu_tools.training.phases import MONITORING, PAUSES, RANK_WAIT, TRAINING_STEP, base_phase
@@ -95,14 +94,6 @@ def _what_changed(run: RunMeasurements) -> tuple[str, str]:
     return "unknown", ""
 
 
-def _with_steps_of(times_ms: Iterable[float]) -> RunMeasurements:
-    """Return blocks of ten steps that take these milliseconds, and keep everything."""
-    blocks = [a_block({TRAINING_STEP: ms}) for ms in times_ms]
-    total, memory = sum(blocks, StepBlock()), [1e6 * number for number in range(len(blocks))]
-    times = {"wall_s": total.wall_s, "steps": total.steps, "phase_s": total.phase_s}
-    return cpu_run({}, **times, blocks=blocks, readings={"resident_bytes": memory})
-
-
 _SAYS = "Steps in the last third took ... times as long as in the first, "
 CAUSE = Cause(
     rows=[
@@ -118,6 +109,4 @@ CAUSE = Cause(
     find=find,
     kind="busy",
     verified_on="cpu",
-    sick=_with_steps_of(range(20, 50)),
-    healthy=_with_steps_of([35.0] * 30),
 )

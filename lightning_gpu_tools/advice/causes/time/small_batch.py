@@ -4,7 +4,6 @@ The driver's counter of active multiprocessors (GPM, on Hopper and later) is low
 size that fits is computed from the memory of recorded steps.
 """
 
-from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper
 from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import few_active_sms, larger_batch, lost_time
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
@@ -33,6 +32,4 @@ CAUSE = Cause(
     find=find,
     settings=("batch_size",),
     verified_on="hardware",
-    sick=gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=496),
-    healthy=gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=80.0), largest_batch_size=496),
 )

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from statistics import median, median_low
 
-from lightning_gpu_tools.advice.examples import STEP, gpu_run, ranks
 from lightning_gpu_tools.advice.findings import Cause, Evidence, Findings, label_of, top_lines
 from lightning_gpu_tools.advice.lost_time import PARTS_OF_STEP, lost_time, own_work_s, slowest_rank, waited_s
 from lightning_gpu_tools.gpus.readings import not_none
@@ -98,6 +97,4 @@ CAUSE = Cause(
     silences=("communication", "slow_steps"),
     kind="busy",  # a rank that waits for another GPU keeps its own busy
     verified_on="simulated GPU",
-    sick=gpu_run(STEP, 99.0, **ranks(*[{"forward": 0.01}] * 3, {"forward": 0.03})),
-    healthy=gpu_run(STEP, 99.0, **ranks(*[{"forward": 0.01}] * 3, {"forward": 0.012})),
 )

@@ -3,10 +3,8 @@
 Reads the driver's throttling reasons and clocks. Kernels are assumed to slow down in proportion to the clock.
 """
 
-from lightning_gpu_tools.advice.examples import STEP, gpu_run
 from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import lost_time
-from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 _MIN_PERCENT = 5.0  # our default: of the time
@@ -32,6 +30,4 @@ CAUSE = Cause(
     find=find,
     kind="remark",
     verified_on="measurements",
-    sick=gpu_run(STEP, 100.0, gpu=GpuWindow(thermal_throttled_percent=60.0, held_clock_percent=70.0)),
-    healthy=gpu_run(STEP, 100.0, gpu=GpuWindow(thermal_throttled_percent=4.0)),
 )

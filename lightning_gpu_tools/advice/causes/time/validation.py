@@ -7,7 +7,6 @@ a single validation is not judged. Starting the workers of its loader and waitin
 import math
 
 from lightning_gpu_tools.advice.causes.time.epoch_start import MIN_EPOCHS
-from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Cause, Finding, Findings, Variant
 from lightning_gpu_tools.advice.lost_time import lost_time, times_less
 from lightning_gpu_tools.advice.workers import most_workers, obstacles
@@ -106,6 +105,4 @@ CAUSE = Cause(
     ignores_min_cost=True,
     is_judged_early=lambda run: run.validations >= MIN_EPOCHS,
     verified_on="cpu",
-    sick=cpu_run({"validation": 50, **STEP}),
-    healthy=cpu_run({"validation": 12, **STEP}),
 )

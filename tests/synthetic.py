@@ -1,4 +1,4 @@
-"""Synthetic runs, out-of-memory errors and stalls: the sick and healthy examples of causes, also used by tests."""
+"""Synthetic runs, out-of-memory errors and stalls."""
 
 import math
 from collections.abc import Mapping
