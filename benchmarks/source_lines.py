@@ -68,7 +68,7 @@ def measure(seconds: float, switch_s: float, much: int) -> dict[str, Any]:
                         truth[do.__name__] += time.perf_counter() - began_s
                 if time.perf_counter() > ends_s:
                     break
-            sampler = run._training.session.recorder.lines
+            sampler = run._session.recorder.lines
             cpu_s = sampler.cpu_s
         lines = load_report(folder).lines
     # By line, because a lambda is another function on the same line.

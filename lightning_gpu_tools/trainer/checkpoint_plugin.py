@@ -44,7 +44,7 @@ from lightning_gpu_tools.errors import (
 from lightning_gpu_tools.files import remove
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import CheckpointIO, GuardedCallback, LightningModule, Trainer, overrides
-from lightning_gpu_tools.trainer.import_hooks import FABRICS, when_imported
+from lightning_gpu_tools.trainer.import_hooks import when_imported
 from lightning_gpu_tools.trainer.load_from_checkpoint import as_lightning_checkpoint
 from lightning_gpu_tools.units import checked, printable, printable_path
 
@@ -234,7 +234,7 @@ class PortableCheckpointIO(CheckpointIO):
         return fitted
 
 
-when_imported("plugins.io.checkpoint_io", lambda module: module.CheckpointIO.register(PortableCheckpointIO), FABRICS)
+when_imported("plugins.io.checkpoint_io", lambda module: module.CheckpointIO.register(PortableCheckpointIO))
 
 
 class PortableCheckpointHooks(GuardedCallback):
@@ -242,21 +242,16 @@ class PortableCheckpointHooks(GuardedCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _introduce(trainer)
+        plugin: Any = trainer.strategy.checkpoint_io
+        while plugin is not None:
+            if isinstance(plugin, PortableCheckpointIO):
+                plugin.attach(trainer)
+            # Lightning's wrappers, such as AsyncCheckpointIO; then wrappers with our attribute name.
+            plugin = getattr(plugin, "checkpoint_io", None) or getattr(plugin, "inner", None)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        _introduce(trainer)  # again: the plugin may have served another Trainer since
-
-
-def _introduce(trainer: Trainer) -> None:
-    """Hand the trainer to its plugins."""
-    plugin: Any = trainer.strategy.checkpoint_io
-    while plugin is not None:
-        if isinstance(plugin, PortableCheckpointIO):
-            plugin.attach(trainer)
-        # Lightning's wrappers, such as AsyncCheckpointIO; then wrappers with our attribute name.
-        plugin = getattr(plugin, "checkpoint_io", None) or getattr(plugin, "inner", None)
+        self.setup(trainer, pl_module, "")  # again: the plugin may have served another Trainer since
 
 
 plugins: weakref.WeakSet[PortableCheckpointIO] = weakref.WeakSet()

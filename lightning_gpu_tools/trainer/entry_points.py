@@ -1,6 +1,6 @@
 """The entry points of this package for Lightning.
 
-Lightning calls the factories for every Trainer and Fabric in the environment and catches no errors, so any failure here
+Lightning calls the factories for every Trainer and Fabric in the environment and catches no errors, so a failed import
 becomes a warning. ``import lightning_gpu_tools`` runs this file, so it imports as little as possible.
 """
 
@@ -14,7 +14,6 @@ from lightning_gpu_tools.trainer.import_hooks import only_warn, when_imported
 
 TYPE_CHECKING = False  # true for type checkers, without an import of `typing`
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import ModuleType
     from typing import Any
 
@@ -37,10 +36,18 @@ def callbacks_factory() -> list[Callback]:
     # Without this module there is no plugin.
     module = sys.modules.get("lightning_gpu_tools.trainer.checkpoint_plugin")
     if module is not None and module.plugins:
-        lost = "PortableCheckpointIO cannot rename keys to fit the model"
-        callbacks += _or_warn(lost, lambda: [module.PortableCheckpointHooks()])
+        callbacks.append(module.PortableCheckpointHooks())
     if _advises():
-        callbacks += _or_warn("LIGHTNING_GPU_TOOLS=advise has no effect", _monitor_and_advisor)
+        try:
+            from lightning_gpu_tools.trainer.gpu_utilization import GPUUtilizationAdvisor, GPUUtilizationMonitor
+        except Exception as error:  # noqa: BLE001 - the program may not even use this package
+            only_warn(
+                f"LIGHTNING_GPU_TOOLS=advise has no effect: {error!r}. Is lightning_gpu_tools installed completely?"
+            )
+            return callbacks
+        monitor, advisor = GPUUtilizationMonitor(), GPUUtilizationAdvisor()
+        monitor.yields = advisor.yields = True
+        callbacks += [monitor, advisor]
     return callbacks
 
 
@@ -75,14 +82,6 @@ def register_strategies() -> None:
     when_imported("strategies", _register)
 
 
-def _monitor_and_advisor() -> list[Callback]:
-    from lightning_gpu_tools.trainer.gpu_utilization import GPUUtilizationAdvisor, GPUUtilizationMonitor
-
-    monitor, advisor = GPUUtilizationMonitor(), GPUUtilizationAdvisor()
-    monitor.yields = advisor.yields = True
-    return [monitor, advisor]
-
-
 def _register(strategies: ModuleType) -> None:
     import functools
 
@@ -97,11 +96,3 @@ def _make(strategy: str, **options: Any) -> Any:
     import importlib
 
     return getattr(importlib.import_module("lightning_gpu_tools.trainer.strategies"), strategy)(**options)
-
-
-def _or_warn(consequence: str, act: Callable[[], list[Callback]]) -> list[Callback]:
-    try:
-        return act()
-    except Exception as error:  # noqa: BLE001 - the program may not even use this package
-        only_warn(f"{consequence}: {error!r}. Is lightning_gpu_tools installed completely?")
-        return []

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_gpu_tools.loaders.workers import is_of_dead_worker
-from lightning_gpu_tools.trainer.import_hooks import FABRICS, FAMILIES, TRAINERS, only_warn, when_imported
+from lightning_gpu_tools.trainer.import_hooks import FAMILIES, only_warn, when_imported
 from lightning_gpu_tools.units import printable
 
 _PACKAGE = __name__.partition(".")[0]
@@ -64,9 +64,9 @@ def _home(cls: type) -> str | None:
     return next((family for family in FAMILIES if f"{cls.__module__}.".startswith(f"{family}.")), None)
 
 
-def imported(part: str, name: str, families: tuple[str, ...] = FAMILIES) -> tuple[Any, ...]:
-    """Return the class of this name of each family that the program has imported."""
-    modules = (sys.modules.get(f"{family}.{part}") for family in families)
+def imported(part: str, name: str) -> tuple[Any, ...]:
+    """Return the class of this name of each family that the program has imported and that has this module."""
+    modules = (sys.modules.get(f"{family}.{part}") for family in FAMILIES)
     return tuple(getattr(module, name) for module in modules if hasattr(module, name))
 
 
@@ -99,22 +99,20 @@ else:
     class CheckpointIO(ABC):  # noqa: B024 - only for isinstance, nothing to inherit
         """The abstract base of the ``CheckpointIO`` of every family."""
 
-    when_imported("plugins.io.checkpoint_io", lambda module: CheckpointIO.register(module.CheckpointIO), FABRICS)
+    when_imported("plugins.io.checkpoint_io", lambda module: CheckpointIO.register(module.CheckpointIO))
 
-    class Callback(*imported("callbacks.callback", "Callback", TRAINERS)):
+    class Callback(*imported("callbacks.callback", "Callback")):
         """The ``Callback`` of both packages."""
 
         def __new__(cls, *args, **kwargs):
             """Return an object of a class that also has the base of a package imported after this one."""
-            callbacks = _imported_or_error(cls, "callbacks.callback", "Callback", TRAINERS)
-            later = [base for base in callbacks if not issubclass(cls, base)]
-            return super().__new__(_subclass_once(cls, *later) if later else cls)
+            return super().__new__(_of_both(cls, _imported_or_error(cls, "callbacks.callback", "Callback")))
 
         def __init_subclass__(cls, **options):
             """Let the facade give a class of ours the bases of packages imported after it: LightningCLI wants them."""
             super().__init_subclass__(**options)
             if "_front" not in vars(cls) and cls.__module__.startswith(_PACKAGE):
-                when_imported("callbacks.callback", functools.partial(_renew, cls), TRAINERS)
+                when_imported("callbacks.callback", functools.partial(_renew, cls))
 
         def __reduce_ex__(self, protocol):
             return _unpickled, (front_of(type(self)),), *super().__reduce_ex__(2)[2:]
@@ -124,23 +122,27 @@ else:
 
         def __new__(cls, *args, **kwargs):
             """Return an object with a class of its own, because Lightning calls methods of an accelerator's class."""
-            accelerators = _imported_or_error(cls, "accelerators.cuda", "CUDAAccelerator", FAMILIES)
+            accelerators = _imported_or_error(cls, "accelerators.cuda", "CUDAAccelerator")
             return super().__new__(subclass(cls, *accelerators))
+
+
+def _of_both(cls: type, bases: tuple[type, ...]) -> Any:
+    later = [base for base in bases if not issubclass(cls, base)]
+    return _subclass_once(cls, *later) if later else cls
 
 
 def _renew(cls: type, module: types.ModuleType) -> None:
     facade = vars(sys.modules[_PACKAGE])
-    later = [base for base in imported("callbacks.callback", "Callback", TRAINERS) if not issubclass(cls, base)]
-    if later and cls.__name__ in facade["__all__"]:
-        facade[cls.__name__] = _subclass_once(cls, *later)
+    if cls.__name__ in facade["__all__"]:
+        facade[cls.__name__] = _of_both(cls, imported("callbacks.callback", "Callback"))
 
 
 def _unpickled(front: Any) -> Any:
     return front.__new__(front)
 
 
-def _imported_or_error(cls: type, part: str, name: str, families: tuple[str, ...]) -> tuple[Any, ...]:
-    found = imported(part, name, families)
+def _imported_or_error(cls: type, part: str, name: str) -> tuple[Any, ...]:
+    found = imported(part, name)
     if not found:
         raise ImportError(f"Import lightning or pytorch_lightning before you create a {cls.__name__}.")
     return found

@@ -146,12 +146,12 @@ class FitTimer(Timer):
         model = self._trainer.lightning_module
         is_automatic = model.automatic_optimization
         run = f"fit_loop.epoch_loop.{'automatic' if is_automatic else 'manual'}_optimization.run"
-        if self._run.gpu is not None:
-            gpu, memory = self._measure_gpu_steps(self._run.gpu, run, phases.TRAINING_STEP)
+        self._measure_step(run, phases.TRAINING_STEP)
+        gpu, memory = self.rank_waits.gpu, self.memory
+        if gpu is not None and memory is not None:
             for part in ("training_step", "optimizer_step"):
                 self._wrap(f"strategy.{part}", partial(gpu.part, _STEP_PARTS[part]))
             self._wrap("strategy.backward", partial(_read_before, memory, gpu, _STEP_PARTS["backward"]))
-        self._act_after(run)
         if not is_automatic:
             self._time("strategy.backward", phases.BACKWARD)
         if not is_automatic or overrides(model, "LightningModule", "optimizer_step"):
@@ -164,18 +164,18 @@ class FitTimer(Timer):
             for method in ("scale", "unscale_", "update"):
                 self._time(f"strategy.precision_plugin.scaler.{method}", phases.GRADIENT_SCALER)
 
-    def _act_after(self, step: str) -> None:
+    def _measure_step(self, run: str, first_part: str) -> None:
+        """Measure the function that runs a step, from this part of it on, and call ``step_ended`` after it."""
+        device, clock = self._run.gpu, self.clock
+        if device is not None:
+            gpu = self.rank_waits.gpu = clock.measure_gpu(device)
+            memory = self.memory = MemoryCounters(self._run, clock)
+            self.patches.put(torch.cuda, "CUDAGraph.replay", partial(before, clock.note_replay))
+            self._wrap(run, partial(_measured_step, clock, gpu, memory, self._ending, first_part))
         # A callback's hook would do, but Lightning takes 10 us to call one: see the empty callbacks of
         # benchmarks/step_overhead.py.
         if self.step_ended is not None:
-            self._wrap(step, partial(_followed_by, self.step_ended))
-
-    def _measure_gpu_steps(self, device: torch.device, run: str, first_part: str) -> tuple[GpuTimeline, MemoryCounters]:
-        gpu = self.rank_waits.gpu = self.clock.measure_gpu(device)
-        memory = self.memory = MemoryCounters(self._run, self.clock)
-        self.patches.put(torch.cuda, "CUDAGraph.replay", partial(before, self.clock.note_replay))
-        self._wrap(run, partial(_measured_step, self.clock, gpu, memory, self._ending, first_part))
-        return gpu, memory
+            self._wrap(run, partial(_followed_by, self.step_ended))
 
     def _time(self, method: str, phase: str, except_in: str = "") -> None:
         self._wrap(method, partial(self.clock.timed, phase, except_in=except_in))
@@ -216,12 +216,11 @@ class FitTimer(Timer):
         if owner == "Callback":
             callbacks = trainer.callbacks if hook.startswith(self.hooks) else ()  # type: ignore[attr-defined]
             return _callback_phase(action, hook, callbacks)
-        if owner == "LightningDataModule" and hook.startswith(self.users_hooks):
-            return _users_phase(trainer.datamodule, owner, hook)  # type: ignore[attr-defined]
-        if owner == "LightningModule" and hook.startswith(self.users_hooks):
-            users = _users_phase(trainer.lightning_module, owner, hook)
-            if users is not None:
-                return users
+        users: dict[str, Any] = {"LightningModule": trainer.lightning_module}
+        users["LightningDataModule"] = trainer.datamodule  # type: ignore[attr-defined]
+        if owner in users and hook.startswith(self.users_hooks):
+            if overrides(users[owner], owner, hook):
+                return f"{phases.CALLBACK}/{type(users[owner]).__name__}.{hook}"
             if hook == "lr_scheduler_step":
                 schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
                 return f"{phases.CALLBACK}/{' and '.join(schedulers)}.step"
@@ -250,9 +249,7 @@ class EvaluationTimer(FitTimer):
         fetch = compat.fetch_of(getattr(self._trainer, f"{stage}_loop"), "val" if stage == "validate" else stage)
         self._notice("start", {fetch: clock.begin_fetch})
         self._notice("stop", {fetch: clock.end_fetch})
-        if self._run.gpu is not None:
-            self._measure_gpu_steps(self._run.gpu, step, phases.FORWARD)
-        self._act_after(step)
+        self._measure_step(step, phases.FORWARD)
         clock.begin_epoch()
 
 
@@ -367,7 +364,3 @@ def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> st
             # Occasional work of our callbacks there is booked by `StepClock.as_own_work`.
             return None if hook in ("on_train_batch_start", "on_train_batch_end") else phases.MONITORING
     return None
-
-
-def _users_phase(owner: object, base: str, hook: str) -> str | None:
-    return f"{phases.CALLBACK}/{type(owner).__name__}.{hook}" if overrides(owner, base, hook) else None

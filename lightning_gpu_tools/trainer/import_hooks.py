@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-TRAINERS = ("lightning.pytorch", "pytorch_lightning")
-FABRICS = ("lightning.fabric", "lightning_fabric")
-FAMILIES = TRAINERS + FABRICS
+FAMILIES = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
 
 
 class _Finder:

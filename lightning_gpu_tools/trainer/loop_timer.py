@@ -298,7 +298,7 @@ class LoopTimer(Timer):
                 return backward(*args, **kwargs)
             finally:
                 if after is not None:
-                    self._safely(self._backward_ends, after)
+                    self._safely(self._go_on, after)
 
         return timed
 
@@ -314,9 +314,6 @@ class LoopTimer(Timer):
         around = self.clock.current
         self._go_on(self._backward)
         return around if around is self._backward else self._rest
-
-    def _backward_ends(self, after: Account) -> None:
-        self._go_on(after)
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_in_step():

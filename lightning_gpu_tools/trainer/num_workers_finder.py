@@ -304,12 +304,8 @@ class NumWorkersFinder(GuardedCallback):
         elif after_s > before_s:
             took, original = format_duration(after_s), format_duration(before_s)
             self._revert(f"The new settings were slower in use: a step took {took}, not {original}")
-        elif after is not None:
-            self._change(confirmed=True, wait_share=after.wait_share)
-
-    def _change(self, **changes: Any) -> None:
-        if self.result is not None:
-            self._set_result(dataclasses.replace(self.result, **changes))
+        elif after is not None and self.result is not None:
+            self._set_result(dataclasses.replace(self.result, confirmed=True, wait_share=after.wait_share))
 
     def _revert(self, why: str) -> None:
         for loading in self._loadings:
@@ -319,8 +315,8 @@ class NumWorkersFinder(GuardedCallback):
         result = self.result
         if result is not None and result.applied:
             why = f"{why}, so the original settings were restored."
-            reason = f"{result.reason} {why}"
-            self._change(settings=result.original, applied=False, confirmed=False, reason=reason)
+            reverted = dataclasses.replace(result, settings=result.original, applied=False, confirmed=False)
+            self._set_result(dataclasses.replace(reverted, reason=f"{result.reason} {why}"))
             rank_zero_warn(f"NumWorkersFinder: {why}")
 
     def _leave(self, reason: str) -> None:

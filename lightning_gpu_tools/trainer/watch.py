@@ -78,7 +78,7 @@ def watch(
     check_stall_after(stall_after_s)
     thresholds = check_thresholds(min_utilization_percent, min_steps, min_seconds)
     folder = None if folder is None else os.fspath(folder)
-    return TrainingWatch(partial(_Training, fabric, folder, interval_s, thresholds, stall_after_s))
+    return TrainingWatch(partial(_LoopSession, fabric, folder, interval_s, thresholds, stall_after_s))
 
 
 class TrainingWatch:
@@ -87,10 +87,10 @@ class TrainingWatch:
     If measuring fails, it warns once, and the loop continues.
     """
 
-    def __init__(self, measure: Callable[[object], _Training]) -> None:
+    def __init__(self, measure: Callable[[object], _LoopSession]) -> None:
         self._measure = measure
         self._is_on = False
-        self._training: _Training | None = None
+        self._session: _LoopSession | None = None
         self._diagnosis: Diagnosis | None = None
 
     def __enter__(self) -> TrainingWatch:
@@ -101,12 +101,12 @@ class TrainingWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        training = self._training
+        session = self._session
         try:
-            if training is not None and not training.session.is_of_parent:
+            if session is not None and not session.is_of_parent:
                 with nullcontext() if error is None else deaths_ignored():
-                    self._safely(self._finish, training, error)
-            elif training is None and self._is_on and (error is None or out_of_memory(error) is not None):
+                    self._safely(self._finish, session, error)
+            elif session is None and self._is_on and (error is None or out_of_memory(error) is not None):
                 message = "watch() has no report: no batch was measured. Iterate over run.batches(loader)."
                 self._safely(warnings.warn, message)
         finally:  # even after Ctrl-C
@@ -126,12 +126,12 @@ class TrainingWatch:
 
         ``name`` is a phase of the report (``"validation"``, ``"checkpoint"``, ``"logging"``, ...) or your own.
         """
-        return nullcontext() if self._training is None else self._training.timer.aside(name)
+        return nullcontext() if self._session is None else self._session.timer.aside(name)
 
     @property
     def diagnosis(self) -> Diagnosis | None:
         """The diagnosis of the running loop, or of the last one; ``None`` before the first batch."""
-        return (conclude(self._training.session) if self._training is not None else None) or self._diagnosis
+        return (conclude(self._session) if self._session is not None else None) or self._diagnosis
 
     def _safely(self, action: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -144,30 +144,33 @@ class TrainingWatch:
             return None
 
     def _open(self, loop: Loop) -> None:
-        if self._training is None:  # by the first batch, the ranks have met and the model is on its device
-            self._training = self._measure(loop.loader)
-            self._training.begin()
-        self._training.timer.open(loop)
+        if self._session is None:  # by the first batch, the ranks have met and the model is on its device
+            self._session = self._measure(loop.loader)
+            self._session.start()
+        self._session.timer.open(loop)
 
-    def _finish(self, training: _Training, error: BaseException | None) -> None:
-        session, outcome = training.session, COMPLETED
+    def _finish(self, session: _LoopSession, error: BaseException | None) -> None:
+        outcome = COMPLETED
         if error is None:
-            training.timer.end_step()
+            session.timer.end_step()
         else:
             outcome = session.note_error(error, session.run.logged_step)
-        self._diagnosis = training.reporter.finish(outcome, TIMEOUT_S if error is None else 0.0)
+        self._diagnosis = session.reporter.finish(outcome, TIMEOUT_S if error is None else 0.0)
 
     def _close(self) -> None:
-        training, self._training, self._is_on = self._training, None, False
-        if training is None:
+        session, self._session, self._is_on = self._session, None, False
+        if session is None:
             return
-        for end in training.timer.stop, training.session.close, training.run.forget, training.reporter.give_up:
+        for end in session.timer.stop, session.close, session.run.forget, session.reporter.give_up:
             with suppress(Exception):  # may fail for the same reason
                 end()
 
 
-class _Training:
-    """One training run, from its first batch on."""
+class _LoopSession(Session):
+    """The session of a loop, from its first batch on."""
+
+    run: LoopRun
+    timer: LoopTimer
 
     def __init__(
         self,
@@ -178,31 +181,28 @@ class _Training:
         stall_after_s: StallAfter,
         loader: object,
     ) -> None:
-        run = self.run = LoopRun() if fabric is None else FabricRun(fabric)
+        run = LoopRun() if fabric is None else FabricRun(fabric)
         run.follow(loader)
-        session = Session(run, lambda clock, enter: LoopTimer(run, fabric, clock, enter, self._after_step))
-        assert isinstance(session.timer, LoopTimer)
-        self.session, self.timer = session, session.timer
+        super().__init__(run, lambda clock, enter: LoopTimer(run, fabric, clock, enter, self._step_ended))
         folder = run.folder_in(folder)
-        session.monitor(devices="trainer", interval_s=interval_s, stall_after_s=stall_after_s, folder=folder)
-        self.reporter = RunReporter(session, folder, thresholds)
+        self.monitor(devices="trainer", interval_s=interval_s, stall_after_s=stall_after_s, folder=folder)
+        self.reporter = RunReporter(self, folder, thresholds)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self.timer.start()
-        with self.session.clock.booked(MONITORING):
+        with self.clock.booked(MONITORING):
             self.reporter.begin()
 
-    def _after_step(self) -> None:
-        self.session.begin()  # raises the error that ended the timing
+    def _step_ended(self) -> None:
+        self.begin()  # raises the error that ended the timing
         self.reporter.after_step()
 
     def end_fetch(self, loop: Loop, batch: object) -> None:
-        session = self.session
         if self.timer.end_fetch(loop, batch):
-            session.ending.begin_step(batch)
-            session.begin().note_batch(batch)
+            self.ending.begin_step(batch)
+            self.begin().note_batch(batch)
         elif loop.is_validation:
-            session.begin_validation_batch(batch, loop.batches)
+            self.begin_validation_batch(batch, loop.batches)
             loop.batches += 1
 
 
@@ -224,19 +224,19 @@ class _Batches(Generic[_T]):
         watch._safely(watch._open, loop)
         try:
             iterator = iter(self._loader)
-            if (training := watch._training) is not None:
-                watch._safely(training.timer.opened, loop)
+            if (session := watch._session) is not None:
+                watch._safely(session.timer.opened, loop)
             while True:
-                if (training := watch._training) is not None:
-                    watch._safely(training.timer.begin_fetch, loop)
+                if (session := watch._session) is not None:
+                    watch._safely(session.timer.begin_fetch, loop)
                 try:
                     # In a list, so as not to keep a batch that the loop has dropped.
                     fetched = [next(iterator)]
                 except StopIteration:
                     return
-                if (training := watch._training) is not None:
-                    watch._safely(training.end_fetch, loop, fetched[0])
+                if (session := watch._session) is not None:
+                    watch._safely(session.end_fetch, loop, fetched[0])
                 yield fetched.pop()
         finally:
-            if (training := watch._training) is not None:
-                watch._safely(training.timer.close, loop)
+            if (session := watch._session) is not None:
+                watch._safely(session.timer.close, loop)
