@@ -5,16 +5,19 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import fake_driver
 import quiet_kernel
 from launched_jobs import free_port
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
-from trainings import Model, Raise, Samples, loader, quiet_trainer
+from trainings import Boom, Model, Samples, loader, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
+from lightning_gpu_tools.errors import ReportError
 
 processes = multiprocessing.get_context("forkserver")
 # Not this module itself: until Python 3.13 the server does not look where this process does for modules.
@@ -81,27 +84,35 @@ def _run(
     function(folder, rank, **options)
 
 
-def train_on_two_nodes(folder: Path, rank: int, *, slower_s: float, failing_rank: int | None) -> None:
-    """Train two epochs of 50 steps.
+class FailOnceCompared(Callback):
+    """Fails as soon as the report that rank 0 has written so far compares the ranks."""
 
-    Args:
-        folder: Where to log.
-        rank: This one.
-        slower_s: How long the second rank takes to load a sample.
-        failing_rank: The rank that fails at step 70.
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with suppress(ReportError):  # it has not been written yet
+            if load_report(self.folder).ranks:
+                raise Boom
+
+
+def train_on_two_nodes(folder: Path, rank: int, *, slower_s: float, fails: bool) -> None:
+    """Train two epochs of 50 steps; with ``fails``, until the second rank fails, but at most 100 of them.
+
+    ``slower_s`` is how much longer the second rank takes to load a sample.
     """
     trainer = quiet_trainer(
         folder,
         callbacks=[
             GPUUtilizationMonitor(interval_s=0.02, devices="all"),
             GPUUtilizationAdvisor(min_seconds=1e9 if rank else 0.1, min_steps=20),  # rank 0 alone decides when to warn
-            *([Raise(at_step=70)] if rank == failing_rank else ()),
+            *([FailOnceCompared(folder)] if fails and rank == 1 else ()),
         ],
         logger=CSVLogger(folder, version=0),
         devices=1,
         num_nodes=2,
         strategy="ddp",
-        max_epochs=2,
+        max_epochs=100 if fails else 2,
         log_every_n_steps=10,
     )
     trainer.fit(Model(), loader(Samples(2 * 50, time.sleep, slower_s * rank)))
