@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -13,8 +14,11 @@ from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.gpus.readings import GpuReading, weighted_mean
 from lightning_gpu_tools.gpus.watch import GpuWatch
+from lightning_gpu_tools.memory.readings import OutOfMemory, largest_first
+from lightning_gpu_tools.processes import INIT, process_stat
+from lightning_gpu_tools.runs.ranks import Ranks
 from lightning_gpu_tools.runs.run import Run
-from lightning_gpu_tools.selection.cuda import shown_uuid
+from lightning_gpu_tools.selection.cuda import shown_uuid, whole_or_instances
 
 
 def gpu_readings(devices: Iterable[torch.device]) -> tuple[GpuReading, ...]:
@@ -41,6 +45,45 @@ def read_driver() -> tuple[GpuReading, ...]:
     with contextlib.suppress(NvmlUnavailableError):
         return nvml.read_gpus(limit_s=limits.LIMIT_S)
     return ()
+
+
+def with_gpus(found: OutOfMemory, run: Run, ranks: Ranks | None, watch: GpuWatch | None) -> OutOfMemory:
+    """Return an error with what the driver reports of the GPUs now. ``ranks`` is ``None`` before training."""
+    assert run.gpu is not None
+    (own,) = gpu_readings([run.gpu])
+    gpus = whole_or_instances(read_driver())
+    found = replace(found, uuid=own.uuid, gpus=gpus)
+    gpu = next((gpu for gpu in gpus if gpu.uuid is not None and gpu.uuid == own.uuid), None)
+    if gpu is None:
+        return found
+    from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
+    listed = gpu.processes or ()
+    foreign = {one.pid for one in listed if one.is_foreign}
+    found = replace(
+        found,
+        total_bytes=found.total_bytes or gpu.memory_total_bytes,
+        free_bytes=gpu.memory_free_bytes if found.free_bytes is None else found.free_bytes,
+        others=tuple(one._replace(is_foreign=one.pid in foreign) for one in found.others),
+    )
+    job_pids = None if ranks is None else ranks.pids_on_node()
+    if ranks is None or job_pids is None or not listed or not nvml.pids_are_ours() or foreign:
+        return found
+    own_bytes = sum(one.memory_used_bytes or 0 for one in listed if one.pid == os.getpid())
+    others = largest_first(one for one in listed if one.pid != os.getpid())
+    found = replace(
+        found,
+        own_bytes=found.own_bytes or own_bytes or None,
+        others=others,
+        strays=ranks.ranks_elsewhere(own.uuid),
+    )
+    if watch is None:
+        return found
+    windows = watch.trained_on()
+    busy = {one.pid for window in windows for one in window.processes or () if one.utilization_percent}
+    stats = {one.pid: process_stat(one.pid) for one in listed if one.pid not in job_pids | busy}
+    orphans = tuple(pid for pid, stat in stats.items() if stat is not None and stat.parent == INIT)
+    return replace(found, orphans=orphans)
 
 
 def open_gpus(

@@ -13,10 +13,7 @@ from typing import Any, Literal
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.verdict import early_warnings
 from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
-from lightning_gpu_tools.host import oom_kills
-from lightning_gpu_tools.reports.report import COMPLETED
 from lightning_gpu_tools.runs.ending import Ending
-from lightning_gpu_tools.runs.errors import failure_of, message_of, with_facts, worker_exits
 from lightning_gpu_tools.runs.run import Run, Timer
 from lightning_gpu_tools.runs.run_gpus import open_gpus
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
@@ -144,8 +141,7 @@ class Session:
                 self.background.add("Keeping the claim", self._keep_claims)
             recorder.lines.start(self.clock.thread_id)
             self.threads += recorder.lines, recorder.ranks.exchange
-            self.ending.counters = self.timer.memory
-            self.recorder = recorder
+            self.recorder = self.ending.recorder = recorder
         return self.recorder
 
     @cached_property
@@ -249,19 +245,7 @@ class Session:
 
     def note_error(self, error: BaseException, step: int) -> str:
         """Return the outcome of a run that ended with an error; the first call records the explanation."""
-        ending = self.ending
-        if ending.outcome == COMPLETED:
-            is_intended = not isinstance(error, Exception)  # Ctrl-C, sys.exit
-            exits = [] if is_intended else worker_exits(self.run, error)
-            kills, message = oom_kills() - ending.oom_kills_before, message_of(error, exits)
-            failure = None if is_intended else failure_of(error, exits, kills)
-            if failure is not None or (message is not None and message.is_certain):
-                self.begin()  # the error may have been raised before training began
-            found = None
-            if message is not None:
-                found = with_facts(message, error, step, ending=ending, recorder=self.recorder, kills=kills)
-            ending.note_error(error, step, failure, found)
-        return ending.outcome
+        return self.ending.note_error(error, step, self.begin)
 
     def finish(self, timeout_s: float) -> None:
         """Stop the clock, publish one last time, and on rank 0 wait at most ``timeout_s`` for the other ranks."""

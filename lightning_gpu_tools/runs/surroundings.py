@@ -12,7 +12,7 @@ from lightning_gpu_tools.advice.workers import OPEN_IN_WORKER, named
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim, folded_claims
 from lightning_gpu_tools.loaders.facts import read_loader_facts
-from lightning_gpu_tools.runs.errors import copies_per_weight
+from lightning_gpu_tools.runs.ending import copies_per_weight
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.run_gpus import gpu_readings
 from lightning_gpu_tools.selection import claims

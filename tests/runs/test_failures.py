@@ -16,7 +16,7 @@ from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.advice.workers import failure_of_dataset, failure_of_workers, how_it_ended
-from lightning_gpu_tools.runs import ending, session
+from lightning_gpu_tools.runs import ending
 from lightning_gpu_tools.types import Report
 
 AT = 17
@@ -64,8 +64,7 @@ def test_a_worker_that_the_kernel_killed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_the_kernel: bool
 ) -> None:
     counted = iter([3, 3 + by_the_kernel])
-    for module in (ending, session):
-        monkeypatch.setattr(module, "oom_kills", lambda: next(counted))
+    monkeypatch.setattr(ending, "oom_kills", lambda: next(counted))
     with pytest.raises(OF_DEAD_WORKER):
         fit(tmp_path, partial(signal.raise_signal, signal.SIGKILL), num_workers=1)
     report = load_report(tmp_path)
