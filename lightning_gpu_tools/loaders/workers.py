@@ -9,11 +9,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.advice.workers import how_it_ended, without_index
@@ -40,8 +41,9 @@ class Batches:
     """An iterator over a DataLoader that can end the workers it has started.
 
     End the workers before dropping the last reference. If a reference cycle holds the iterator, the garbage collector
-    closes its queues first, and torch waits 5 s for each worker. A dying worker interrupts the fetch of a batch, not
-    the training step, unless the loader is ``trusted`` because it has the user's settings.
+    closes its queues first, and torch waits 5 s for each worker. When a worker dies, torch raises an error in the main
+    thread at any point. Here, it does so only during the fetch of a batch, not in the training step, unless the loader
+    is ``trusted`` because it has the user's settings.
 
     Raises:
         Exception: The workers could not be started: the dataset cannot be pickled, too many files are open, ...
@@ -60,21 +62,43 @@ class Batches:
             self.workers = [process for process in multiprocessing.active_children() if process not in before]
             if self.iterator is None:
                 _end_by_signal(self.workers)
-        self._deaths = None if trusted or not self.workers else _Deaths(self.workers)
+        self._is_watched = bool(self.workers) and not trusted
+        self._oom_kills = oom_kills()
+        if self._is_watched:
+            torch._C._remove_worker_pids(id(self.iterator))
+            self.iterator._worker_pids_set = False  # or torch would remove them again
 
     def restart(self) -> None:
         """Begin another epoch with the same persistent workers."""
-        with self._deaths or nullcontext():
-            self.iterator = iter(self.loader)
+        self.iterator = self._watched(iter, self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._deaths is None:
-            return next(self.iterator)
-        with self._deaths:
-            return next(self.iterator)
+        return self._watched(next, self.iterator)
+
+    def _watched(self, fetch: Callable[[Any], Any], source: Any) -> Any:
+        """Fetch while torch watches the workers, and explain the death of one."""
+        if not self._is_watched:
+            return fetch(source)
+        torch._C._set_worker_pids(id(self), tuple(worker.pid for worker in self.workers if worker.pid))
+        try:
+            self._raise_if_dead()
+            return fetch(source)
+        except (RuntimeError, OSError, EOFError) as error:
+            if not any(words in str(error) for words in OF_LIVING_WORKERS):
+                wait_for_exit_codes(self.workers)  # torch may have noticed a death first, and does not report the cause
+                self._raise_if_dead()
+            raise
+        finally:
+            torch._C._remove_worker_pids(id(self))
+
+    def _raise_if_dead(self) -> None:
+        code = next((worker.exitcode for worker in self.workers if worker.exitcode), 0)
+        if code:
+            how = how_it_ended(code, oom_kills() - self._oom_kills)
+            raise RuntimeError(f"a worker process {how.what}")
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """End the workers. Kill those that have not ended after ``grace_s`` seconds."""
@@ -91,8 +115,6 @@ class Batches:
             shut_down.join(grace_s)
             _end_by_signal(self.workers)
             shut_down.join(_CLOSING_S)
-        if self._deaths is not None:
-            self._deaths.undo()
 
 
 def _end_by_signal(workers: Sequence[BaseProcess]) -> None:
@@ -136,52 +158,3 @@ def deaths_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
-
-
-class _Deaths:
-    """A replacement for torch's SIGCHLD handler, which raises in the main thread at any point when a worker dies.
-
-    This handler instead interrupts the fetch of a batch: the current or the next one.
-    """
-
-    def __init__(self, workers: Sequence[BaseProcess]) -> None:
-        self._workers = workers
-        self._oom_kills = oom_kills()
-        self._fetching = False
-        self._before: Any = None
-        self._installed = threading.current_thread() is threading.main_thread()
-        if self._installed:
-            self._before = signal.signal(signal.SIGCHLD, self)
-
-    def __call__(self, *arguments: Any) -> None:
-        if callable(self._before):
-            with suppress(RuntimeError) if self._workers else nullcontext():
-                self._before(*arguments)
-        if self._fetching:
-            self._check()
-
-    def __enter__(self) -> None:
-        self._fetching = True
-        self._check()
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._fetching = False
-        if not self._workers or not isinstance(error, (RuntimeError, OSError, EOFError)):
-            return
-        if not any(words in str(error) for words in OF_LIVING_WORKERS):
-            wait_for_exit_codes(self._workers)  # torch may have noticed a death first, and does not report the cause
-            self._check()
-
-    def _check(self) -> None:
-        for worker in self._workers:
-            if worker.exitcode:
-                self._fetching = False
-                how = how_it_ended(worker.exitcode, oom_kills() - self._oom_kills)
-                raise RuntimeError(f"a worker process {how.what}")
-
-    def undo(self) -> None:
-        """Remove the handler. If another handler was installed on top, it only passes the signal on."""
-        self._workers = ()
-        current: Any = signal.getsignal(signal.SIGCHLD) if self._installed else None
-        if current is self:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL if self._before is None else self._before)
