@@ -59,7 +59,8 @@ def described_by(program: bytes) -> bytes:
 
 
 def text(value: str) -> bytes:
-    return b"X" + struct.pack("<L", len(value)) + value.encode()
+    content = value.encode()
+    return b"X" + struct.pack("<L", len(content)) + content
 
 
 def number(value: int) -> bytes:

@@ -1,12 +1,15 @@
 """Real processes that are killed while they save, full disks and closed folders."""
 
 import errno
+import multiprocessing
 import os
-import pickle
 import resource
 import signal
 import tempfile
 from collections.abc import Callable
+from functools import partial
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -16,26 +19,29 @@ from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.files import replacing, scratch_prefix, sweep
 
-
-def start_saving(path: Path) -> tuple[int, int]:
-    """Fork a process that has half a file when this returns, and ends when its pipe is written to."""
-    (told, tell), (said, say) = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(60)
-        with replacing(str(path)) as file:
-            file.write(b"half of it")
-            file.flush()
-            os.write(say, b"1")
-            os.read(told, 1)
-        os._exit(0)
-    os.read(said, 1)
-    return pid, tell
+FORK = multiprocessing.get_context("fork")
 
 
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+def start(act: Callable[[Callable[[], object]], None]) -> tuple[BaseProcess, Event]:
+    """Fork a process, which runs ``act(wait)``; return it when it waits, with the event that it waits for."""
+    waits, go_on = FORK.Event(), FORK.Event()
+    process = FORK.Process(target=act, args=(lambda: (waits.set(), go_on.wait(60)),))
+    process.start()
+    assert waits.wait(60)
+    return process, go_on
+
+
+def save_half(path: Path, wait: Callable[[], object]) -> None:
+    with replacing(str(path)) as file:
+        file.write(b"half of it")
+        file.flush()
+        wait()
+
+
+def kill(process: BaseProcess) -> None:
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def parts(folder: Path) -> list[Path]:
@@ -44,22 +50,19 @@ def parts(folder: Path) -> list[Path]:
 
 def in_child(act: Callable[[], None]) -> BaseException | None:
     """Run ``act`` in a forked process and return what it raised."""
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(60)
+    raised = FORK.SimpleQueue()
+
+    def run() -> None:
         try:
             act()
-            answer: BaseException | None = None
+            raised.put(None)
         except BaseException as error:  # noqa: BLE001 - the parent looks at it
-            answer = error
-        with os.fdopen(write_end, "wb") as pipe:
-            pickle.dump(answer, pipe)
-        os._exit(0)
-    os.close(write_end)
-    with os.fdopen(read_end, "rb") as pipe:
-        answer = pickle.loads(pipe.read())
-    os.waitpid(pid, 0)
+            raised.put(error)
+
+    child = FORK.Process(target=run)
+    child.start()
+    answer: BaseException | None = raised.get()
+    child.join()
     return answer
 
 
@@ -68,12 +71,10 @@ def test_a_save_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
     write_checkpoint({"w": torch.ones(3)}, path)
     big = {str(i): torch.full((4 << 20,), 2.0) for i in range(8)}
     for megabytes in (0, 60):
-        child = os.fork()
-        if child == 0:
-            write_checkpoint(big, path)
-            os._exit(0)
+        child = FORK.Process(target=write_checkpoint, args=(big, path))
+        child.start()
         while not any(part.stat().st_size >= megabytes << 20 for part in parts(tmp_path)):
-            assert os.waitpid(child, os.WNOHANG)[0] == 0, "the child was faster than the test"
+            assert child.is_alive(), "the child was faster than the test"
         kill(child)
         assert len(parts(tmp_path)) == 1
         assert read_checkpoint(path, verify=True)["w"].tolist() == [1, 1, 1]
@@ -85,13 +86,14 @@ def test_a_save_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_saving_sweeps_what_only_dead_processes_left(tmp_path: Path) -> None:
-    (dead, _), (living, tell) = start_saving(tmp_path / "dead.ckpt"), start_saving(tmp_path / "living.ckpt")
+    (dead, _), (living, go_on) = (start(partial(save_half, tmp_path / f"{name}.ckpt")) for name in ("dead", "living"))
     assert len(parts(tmp_path)) == 2
     kill(dead)
     write_checkpoint({}, tmp_path / "mine.ckpt")
     assert len(parts(tmp_path)) == 1
-    os.write(tell, b"1")
-    assert os.waitpid(living, 0)[1] == 0
+    go_on.set()
+    living.join()
+    assert living.exitcode == 0
     assert (tmp_path / "living.ckpt").read_bytes() == b"half of it"
     assert parts(tmp_path) == []
 
@@ -191,20 +193,17 @@ def test_saving_and_loading_need_no_second_copy_of_the_weights(tmp_path: Path) -
 
 def test_temporary_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    said, say = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(60)
-        folder = tempfile.mkdtemp(prefix=scratch_prefix())
-        Path(folder, "lines").write_text("1")
-        os.write(say, b"1")
-        signal.pause()
-    os.read(said, 1)
+
+    def make_folder(wait: Callable[[], object]) -> None:
+        Path(tempfile.mkdtemp(prefix=scratch_prefix()), "lines").write_text("1")
+        wait()
+
+    process, _ = start(make_folder)
     (theirs,) = tmp_path.iterdir()
     own = tempfile.mkdtemp(prefix=scratch_prefix())
     another_container = tmp_path / theirs.name.replace(str(os.stat("/proc/self/ns/pid").st_ino), "1")
     another_container.mkdir()
     assert theirs.exists()
-    kill(pid)
+    kill(process)
     scratch_prefix()
     assert {*tmp_path.iterdir()} == {Path(own), another_container}

@@ -3,13 +3,11 @@
 import itertools
 import json
 import logging
-import pickle
 import re
 import signal
 import socket
 import sys
 import time
-import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,16 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_files import lightning_checkpoint, records_of, safetensors, text, zipped
 from fake_driver import Driver, gpu
 from lightning.pytorch import Callback
 from sample_report import REPORT
 from trainings import Model, Samples, loader, quiet_trainer
 
-from lightning_gpu_tools import (
-    GPUUtilizationAdvisor,
-    GPUUtilizationMonitor,
-    PortableCheckpointIO,
-)
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, PortableCheckpointIO
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.gpus.metrics import Series
 from lightning_gpu_tools.gpus.nvml import read_gpus
@@ -40,11 +35,12 @@ EVIL = STEERS + 200_000 * "L" + "weight"
 pytestmark = pytest.mark.usefixtures("claims_dir")
 
 
-def assert_harmless(text: str) -> None:
+def assert_harmless(*shown: str) -> None:
     """No control characters except line ends, no forged line, and no name of 200,000 letters in full."""
-    assert {c for c in text if not (c.isprintable() or c == "\n")} == set()
-    assert not re.search(r"^\s*FORGED", text, re.MULTILINE), text[:3000]
-    assert 1500 * "L" not in text
+    for said in shown:
+        assert {c for c in said if not (c.isprintable() or c == "\n")} == set()
+        assert not re.search(r"^\s*FORGED", said, re.MULTILINE), said[:3000]
+        assert 1500 * "L" not in said
 
 
 def weights_named(*names: str) -> dict[str, torch.Tensor]:
@@ -69,10 +65,7 @@ def contents() -> dict[str, Any]:
         "sound.ckpt": sound,
         "lightning.ckpt": {**sound, "pytorch-lightning_version": EVIL},
         "class.ckpt": {**sound, "state_dict": fits, "hyper_parameters": of_cli},
-        "rooted.ckpt": {
-            "pytorch-lightning_version": "2.0.0",
-            "state_dict": weights_named(f"{EVIL}.layer.weight", f"{EVIL}.other"),
-        },
+        "rooted.ckpt": lightning_checkpoint(weights_named(f"{EVIL}.layer.weight", f"{EVIL}.other")),
         "several.pt": {EVIL: weights, EVIL + "2": weights},
         "colliding.pt": weights_named(f"{STEERS}.weight", f"_orig_mod.{STEERS}.weight"),
         "no_weights.pt": {EVIL: 1},
@@ -88,16 +81,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, content in contents().items():
         torch.save(content, folder / name)
     plain = (folder / "weights.pt").read_bytes()
-    with zipfile.ZipFile(folder / "weights.pt") as archive:
-        (pickled,) = (archive.read(record) for record in archive.namelist() if record.endswith("data.pkl"))
-    for name, pickle_of_weights in {
-        "unsafe.pt": pickle_of_class(EVIL, EVIL),
-        "device.pt": pickled.replace(as_text("cpu"), as_text(EVIL)),
+    for name, replace in {
+        "unsafe.pt": lambda pickled: b"\x80\x04" + 2 * text(EVIL) + b"\x93)R.",  # calls something and does nothing else
+        "device.pt": lambda pickled: pickled.replace(text("cpu"), text(EVIL)),
     }.items():
-        with zipfile.ZipFile(folder / "weights.pt") as old, zipfile.ZipFile(folder / name, "w") as new:
-            for record in old.namelist():
-                new.writestr(record, pickle_of_weights if record.endswith("data.pkl") else old.read(record))
-    write_safetensors(folder / "weights.safetensors")
+        records = [(one, replace(data) if one.endswith("data.pkl") else data) for one, data in records_of(plain)]
+        (folder / name).write_bytes(zipped(records))
+    metadata = {"format": EVIL, "tied": json.dumps({EVIL: EVIL}), "lightning_gpu_tools": json.dumps({"torch": EVIL})}
+    weight = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    (folder / "weights.safetensors").write_bytes(safetensors({"__metadata__": metadata, EVIL: weight}, bytes(4)))
     for kind, inside in (("folder", f"a{STEERS}.ckpt"), ("sharded\r\nFORGED", ".metadata")):
         (folder / kind).mkdir()
         (folder / kind / inside).write_bytes(plain)
@@ -112,24 +104,6 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "report.json").write_text(hostile_report())
     (folder / "good.json").write_text(to_json(REPORT))
     return {path.name: str(path) for path in folder.iterdir()}
-
-
-def pickle_of_class(module: str, name: str) -> bytes:
-    """A pickle that calls something and does nothing else."""
-    return b"\x80\x04" + b"".join(pickle.dumps(text, 4)[2:-1] for text in (module, name)) + b"\x93)R."
-
-
-def as_text(text: str) -> bytes:
-    """A string as torch.save writes it."""
-    content = text.encode()
-    return b"X" + len(content).to_bytes(4, "little") + content
-
-
-def write_safetensors(path: Path) -> None:
-    metadata = {"format": EVIL, "tied": json.dumps({EVIL: EVIL}), "lightning_gpu_tools": json.dumps({"torch": EVIL})}
-    weight = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    header = json.dumps({"__metadata__": metadata, EVIL: weight}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
 
 
 def hostile_report() -> str:
@@ -165,8 +139,7 @@ def test_checkpoint_commands_print_hostile_names_harmlessly(
         code = main(["checkpoint", *words])
         shown = capfd.readouterr()
         assert shown.err if code else shown.out, (name, arguments)
-        assert_harmless(shown.out)
-        assert_harmless(shown.err)
+        assert_harmless(*shown)
 
 
 @pytest.mark.parametrize(
@@ -256,11 +229,7 @@ def test_gpu_names_and_claims_are_shown_harmlessly(
         listeners[-1].bind(f"{name}.sock")
         listeners[-1].listen()
     assert [reading.name for reading in read_gpus()] == [printable(NAME)] * 2
-    for arguments in (
-        ["gpus"],
-        ["gpus", "--json"],
-        ["pick", "-n", "5"],
-    ):
+    for arguments in (["gpus"], ["gpus", "--json"], ["pick", "-n", "5"]):
         main(arguments)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"GPU-{STEERS}")
     main(["pick", "-n", "1"])
@@ -269,9 +238,7 @@ def test_gpu_names_and_claims_are_shown_harmlessly(
         listener.close()
     assert r"\x1b[2J" in shown.out
     assert "claim-00000000deadbee0.json" in caplog.text
-    assert_harmless("".join(caplog.messages))
-    assert_harmless(shown.out)
-    assert_harmless(shown.err)
+    assert_harmless("".join(caplog.messages), *shown)
 
 
 def test_the_plugin_shows_hostile_names_harmlessly(
@@ -283,8 +250,8 @@ def test_the_plugin_shows_hostile_names_harmlessly(
     trainer = quiet_trainer(tmp_path, plugins=[PortableCheckpointIO()], logger=False)
     with caplog.at_level(logging.INFO):
         trainer.validate(model, loader(Samples(1)), ckpt_path=path)
-    for text in (*caplog.messages, *(str(one.message) for one in recwarn)):
-        assert_harmless(text.replace(path, "PATH"))  # Lightning names the path itself
+    for said in (*caplog.messages, *(str(one.message) for one in recwarn)):
+        assert_harmless(said.replace(path, "PATH"))  # Lightning names the path itself
 
 
 class StopsTraining(Callback):
@@ -323,5 +290,4 @@ def test_a_training_shows_hostile_names_harmlessly(
     assert load_report(folder).settings["model"] == name
     shown = capfd.readouterr()
     assert r"\x1b[2J" in shown.out
-    for text in (shown.out, shown.err, *caplog.messages, *(str(one.message) for one in recwarn)):
-        assert_harmless(text)
+    assert_harmless(*shown, *caplog.messages, *(str(one.message) for one in recwarn))

@@ -49,13 +49,10 @@ assert not imported(["torch", "lightning"])
     assert result.returncode == 0, result.stderr
 
 
-def test_the_version_is_shown(run_cli: Run) -> None:
-    assert run_cli("--version").stdout == f"lightning-gpu-tools {lightning_gpu_tools.__version__}\n"
-
-
-def test_the_citation_has_the_version_of_the_package() -> None:
-    citation = (ROOT / "CITATION.cff").read_text()
-    assert re.search(rf"^version: {re.escape(lightning_gpu_tools.__version__)}$", citation, re.MULTILINE)
+def test_the_version_is_shown_and_cited(run_cli: Run) -> None:
+    version = run_cli("--version").stdout.removeprefix("lightning-gpu-tools ").strip()
+    assert version == lightning_gpu_tools.__version__
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_callbacks_factories_add_nothing_unasked(run_python: Run) -> None:
@@ -78,7 +75,7 @@ def test_the_wheel_is_complete_and_runs_without_other_packages(tmp_path: Path) -
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (scripts,) = (archive.read(name).decode() for name in names if name.endswith("/entry_points.txt"))
-        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
     links = re.findall(r"\]\(([^)\s]+)\)", metadata)  # of README, which a package index shows
     assert len(links) > 15
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
@@ -90,10 +87,8 @@ def test_the_wheel_is_complete_and_runs_without_other_packages(tmp_path: Path) -
     assert not [name for name in names if name.startswith("tests")]
     assert "lightning-gpu-tools = lightning_gpu_tools.cli:script" in scripts
     code = (
-        "import lightning_gpu_tools as t; print(t.__file__, t.__version__); from lightning_gpu_tools.cli import main; "
+        "from lightning_gpu_tools import __file__, __version__, cli; print(__file__, __version__); cli.main(['--help'])"
     )
-    # -S: without the packages installed here
-    shown = run(sys.executable, "-S", "-c", f"{code} main(['--help'])", PYTHONPATH=str(wheel))
-    assert shown.startswith(str(wheel))
-    assert lightning_gpu_tools.__version__ in shown
+    shown = run(sys.executable, "-S", "-c", code, PYTHONPATH=str(wheel))  # -S: without the packages installed here
+    assert shown.startswith(f"{wheel}/lightning_gpu_tools/__init__.py {lightning_gpu_tools.__version__}\n")
     assert "pick" in shown

@@ -1,5 +1,8 @@
 """Sizes and durations as users type them."""
 
+import re
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,14 +25,6 @@ def test_sizes_are_read_in_iec_si_and_slurms_units(text: int | str, size_bytes: 
     assert parse_bytes(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["8 bananas", "-1GiB", None, 2**64, "9" * 400])
-def test_an_invalid_size_is_refused_with_an_example(text: object) -> None:
-    with pytest.raises(ValueError, match="min_free must be") as caught:
-        parse_bytes(text, "min_free")  # type: ignore[arg-type]
-    assert repr(text) in str(caught.value)
-    assert "8GiB" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("text", "duration_s"), [(2, 2.0), (0.5, 0.5), ("90s", 90.0), ("10m", 600.0), ("1.5h", 5400.0), ("250ms", 0.25)]
 )
@@ -37,12 +32,16 @@ def test_durations_are_read_in_seconds(text: float | str, duration_s: float) -> 
     assert parse_duration(text) == duration_s
 
 
-@pytest.mark.parametrize("text", ["10 bananas", -1, float("nan"), None, True])
-def test_an_invalid_duration_is_refused_with_an_example(text: object) -> None:
-    with pytest.raises(ValueError, match="wait must be") as caught:
-        parse_duration(text, "wait")  # type: ignore[arg-type]
-    assert repr(text) in str(caught.value)
-    assert "10m" in str(caught.value)
+@pytest.mark.parametrize(
+    ("parse", "example", "text"),
+    [
+        *((parse_bytes, "8GiB", text) for text in ("8 bananas", "-1GiB", None, 2**64, "9" * 400)),
+        *((parse_duration, "10m", text) for text in ("10 bananas", -1, float("nan"), None, True)),
+    ],
+)
+def test_an_invalid_quantity_is_refused_with_an_example(parse: Any, example: str, text: object) -> None:
+    with pytest.raises(ValueError, match=rf'^wait must be .*"{example}".*, got {re.escape(repr(text))}\.$'):
+        parse(text, "wait")
 
 
 @given(st.integers(0, 2**50))
@@ -52,13 +51,7 @@ def test_a_formatted_size_reads_back_within_its_three_digits(size_bytes: int) ->
 
 @pytest.mark.parametrize(
     ("duration_s", "text"),
-    [
-        (0.0009997, "1 ms"),
-        (0.0042, "4.2 ms"),
-        (112.9, "1 min 53 s"),
-        (600.0, "10 min"),
-        (7500.0, "2 h 05 min"),
-    ],
+    [(0.0009997, "1 ms"), (0.0042, "4.2 ms"), (112.9, "1 min 53 s"), (600.0, "10 min"), (7500.0, "2 h 05 min")],
 )
 def test_durations_are_written_in_the_unit_a_reader_expects(duration_s: float, text: str) -> None:
     assert format_duration(duration_s) == text

@@ -27,12 +27,12 @@ def call(capfd: pytest.CaptureFixture[str]) -> Callable[..., "CompletedProcess[s
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        code = main(["checkpoint", *map(str, arguments)])
-        return code, *capsys.readouterr()
+def run(call: Callable[..., "CompletedProcess[str]"]) -> Callable[..., tuple[int, str, str]]:
+    def run_checkpoint(*arguments: object) -> tuple[int, str, str]:
+        answer = call("checkpoint", *map(str, arguments))
+        return answer.returncode, answer.stdout, answer.stderr
 
-    return call
+    return run_checkpoint
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
 """``dry-run`` without simulated GPUs: what it refuses. What it does is in tests/simulated."""
 
+from collections.abc import Callable
+from subprocess import CompletedProcess
+
 import pytest
 import torch
 
-from lightning_gpu_tools.cli import main
+Call = Callable[..., "CompletedProcess[str]"]
 
 
 @pytest.mark.parametrize(
@@ -17,17 +20,15 @@ from lightning_gpu_tools.cli import main
         (["--gpu", "t4", "--vary=--batch-size 4", "--", "python"], "--vary needs {} in place of the number"),
     ],
 )
-def test_wrong_usage(capfd: pytest.CaptureFixture[str], arguments: list[str], complaint: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["dry-run", *arguments])
-    shown = capfd.readouterr()
-    assert (shown.out, complaint in shown.err) == ("", True)
+def test_wrong_usage(call: Call, arguments: list[str], complaint: str) -> None:
+    answer = call("dry-run", *arguments)
+    assert (answer.returncode, answer.stdout, complaint in answer.stderr) == (2, "", True)
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
-def test_without_torchs_cuda_build_it_names_what_installs_it(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["dry-run", "--gpu", "t4", "--", "python", "train.py"]) == 3
-    text = " ".join(capfd.readouterr().out.split())
-    assert text.startswith("Unknown: torch ")
+def test_without_torchs_cuda_build_it_names_what_installs_it(call: Call) -> None:
+    answer = call("dry-run", "--gpu", "t4", "--", "python", "train.py")
+    text = " ".join(answer.stdout.split())
+    assert (answer.returncode, text.startswith("Unknown: torch ")) == (3, True)
     assert "is built without CUDA" in text
     assert "`pip install --force-reinstall torch`" in text

@@ -1,22 +1,19 @@
 """``lightning-gpu-tools explain`` for the causes of all registries."""
 
 from collections.abc import Callable
+from subprocess import CompletedProcess
 
 import pytest
 
-from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.cli.explain import GROUPS, Group
 
+Call = Callable[..., "CompletedProcess[str]"]
 Explain = Callable[..., str]
 
 
 @pytest.fixture
-def explain(capsys: pytest.CaptureFixture[str]) -> Explain:
-    def run(*arguments: str) -> str:
-        assert main(["explain", *arguments]) == 0
-        return capsys.readouterr().out
-
-    return run
+def explain(call: Call) -> Explain:
+    return lambda *arguments: call("explain", *arguments).stdout
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.folder)
@@ -50,9 +47,7 @@ def test_all_causes_are_listed_in_their_groups(explain: Explain) -> None:
     assert parts[-1] == "For details: lightning-gpu-tools explain CAUSE\n"
 
 
-def test_an_unknown_cause_is_wrong_usage(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["explain", "\x1b[31mzzz"])
-    shown = capfd.readouterr()
-    assert 'no cause is named "\\x1b[31mzzz". Run explain without an argument to list all causes.' in shown.err
-    assert shown.out == ""
+def test_an_unknown_cause_is_wrong_usage(call: Call) -> None:
+    answer = call("explain", "\x1b[31mzzz")
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert 'no cause is named "\\x1b[31mzzz". Run explain without an argument to list all causes.' in answer.stderr

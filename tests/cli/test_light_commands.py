@@ -1,17 +1,17 @@
 """Commands for shell scripts: they load no heavy package, so they start almost as fast as Python."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from fake_driver import Driver, gpu, process
 from sample_report import TRAINED
 
-from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report import ReportFile
 
+Run = Callable[..., "CompletedProcess[str]"]
 HEAVY = {"torch", "lightning", "pytorch_lightning", "rich", "numpy"}
 
 
@@ -25,11 +25,7 @@ HEAVY = {"torch", "lightning", "pytorch_lightning", "rich", "numpy"}
     ],
 )
 def test_a_light_command_loads_no_heavy_package(
-    driver: Driver,
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
-    tmp_path: Path,
-    command: str,
-    also_not: set[str],
+    driver: Driver, run_python: Run, tmp_path: Path, command: str, also_not: set[str]
 ) -> None:
     driver.gpus = [gpu(processes=[process()])]
     ReportFile(tmp_path).save(TRAINED)
@@ -46,11 +42,7 @@ def test_a_light_command_loads_no_heavy_package(
     ("command", "wrong", "near"),
     [("gpuss", "invalid choice: 'gpuss'", "gpus"), ("report --agianst old", "arguments: --agianst", "--against")],
 )
-def test_a_misspelled_word_gets_the_nearest_one(
-    command: str, wrong: str, near: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(command.split())
-    shown = capfd.readouterr().err
-    assert wrong in shown
-    assert shown.endswith(f". Did you mean {near}?\n")
+def test_a_misspelled_word_gets_the_nearest_one(call: Run, command: str, wrong: str, near: str) -> None:
+    answer = call(*command.split())
+    assert (answer.returncode, wrong in answer.stderr) == (2, True)
+    assert answer.stderr.endswith(f". Did you mean {near}?\n")

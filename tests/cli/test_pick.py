@@ -2,7 +2,6 @@
 
 import functools
 import json
-import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +15,10 @@ from lightning_gpu_tools.reports.report import ReportFile
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
-Pick = Callable[..., "subprocess.CompletedProcess[str]"]
-InShell = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def pick(call: Pick) -> Pick:
+def pick(call: RunCli) -> RunCli:
     return functools.partial(call, "pick")
 
 
@@ -34,7 +31,7 @@ def test_the_answer_is_one_line_of_uuids_and_nothing_else(driver: Driver, run_cl
         assert run_cli("pick").stdout == run_cli("pick").stdout == f"{driver.gpus[2].uuid}\n"
 
 
-def test_json_has_the_readings(driver: Driver, pick: Pick) -> None:
+def test_json_has_the_readings(driver: Driver, pick: RunCli) -> None:
     driver.gpus = [gpu(memory_free="10GiB", utilization=None), gpu(memory_free="9GiB")]
     answer = json.loads(pick("-n", "2", "--format", "json").stdout)
     assert answer["uuids"] == [driver.gpus[1].uuid, driver.gpus[0].uuid]
@@ -46,7 +43,7 @@ def test_json_has_the_readings(driver: Driver, pick: Pick) -> None:
 
 
 def test_last_asks_for_what_the_last_run_needed(
-    driver: Driver, pick: Pick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, pick: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver.gpus = [gpu(memory_free="47GiB"), gpu(memory_free="49GiB", utilization=90)]
     ReportFile(tmp_path / "lightning_logs" / "version_3").save(TRAINED)
@@ -64,7 +61,7 @@ def test_last_asks_for_what_the_last_run_needed(
     assert "47.0 GiB free, asked for 48.0 GiB" in answer.stderr
 
 
-def test_too_few_gpus_give_reasons_and_exit_code_3(driver: Driver, pick: Pick) -> None:
+def test_too_few_gpus_give_reasons_and_exit_code_3(driver: Driver, pick: RunCli) -> None:
     driver.gpus = [gpu(utilization=97, pci=(0, 64, 0)), gpu(lost=True), gpu(memory_free="4GiB", pci=(0, 16, 0))]
     answer = pick("-n", "2", "--min-free", "8GiB", "--max-utilization", "50%", "--format", "json")
     assert (answer.returncode, answer.stdout) == (3, "")
@@ -86,7 +83,7 @@ def test_too_few_gpus_give_reasons_and_exit_code_3(driver: Driver, pick: Pick) -
     ],
 )
 def test_wrong_usage_quotes_the_value_and_has_exit_code_2(
-    driver: Driver, pick: Pick, arguments: list[str], words: str
+    driver: Driver, pick: RunCli, arguments: list[str], words: str
 ) -> None:
     answer = pick(*arguments)
     assert (answer.returncode, answer.stdout) == (2, "")
@@ -100,13 +97,3 @@ def test_a_selection_opens_and_reads_the_driver_once(driver: Driver, run_cli: Ru
     assert run_cli(*arguments, env={"LIGHTNING_GPU_TOOLS_JOB": ""}).returncode == 0
     assert driver.stays_open()
     assert [call.function for call in driver.calls()].count("nvmlDeviceGetMemoryInfo") == 3
-
-
-@pytest.mark.follows("Example: gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB)")
-def test_help_gives_an_example_that_works_and_the_exit_codes(driver: Driver, pick: Pick, in_shell: InShell) -> None:
-    driver.gpus = [gpu(memory_free="7GiB"), gpu(), gpu()]
-    text = " ".join(pick("--help").stdout.split())
-    answer = in_shell(re.search(r"Example: (.*?) Exit code", text)[1].removesuffix("."))
-    assert answer.stdout == f"{driver.gpus[2].uuid},{driver.gpus[1].uuid}\n"
-    assert "3 not enough GPUs" in text
-    assert "or `last`, 1.2 times what the last run needed, from the newest report below the current folder." in text

@@ -10,28 +10,28 @@ from subprocess import CompletedProcess
 import pytest
 from sample_report import REPORT
 
-from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report import ReportFile, load_report
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.run_measurements import SourceLine
 
-RunCli = Callable[..., "CompletedProcess[str]"]
+Call = Callable[..., "CompletedProcess[str]"]
 
 
-def test_it_prints_the_report_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = replace(REPORT, confirmation="num_workers 0 -> 6: 2.1x, confirmed.")
-    ReportFile(tmp_path).save(report)
-    assert main(["report", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == render_text(report) + "\n"
-    assert main(["report", str(tmp_path / "gpu_report.json"), "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "gpu_report.json").read_text())
-    assert main(["report", str(tmp_path), "--format", "markdown"]) == 0
-    assert capsys.readouterr().out == f"```text\n{render_text(report)}\n```\n"
-    assert main(["report", str(tmp_path), "--format", "html"]) == 0
-    assert capsys.readouterr().out.startswith("<!DOCTYPE html>")
+@pytest.fixture
+def report(call: Call) -> Call:
+    return lambda *arguments: call("report", *map(str, arguments))
 
 
-def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_the_report_again(tmp_path: Path, report: Call) -> None:
+    saved = replace(REPORT, confirmation="num_workers 0 -> 6: 2.1x, confirmed.")
+    file = ReportFile(tmp_path).save(saved)
+    assert report(tmp_path).stdout == render_text(saved) + "\n"
+    assert json.loads(report(file, "--format", "json").stdout) == json.loads(Path(file).read_text())
+    assert report(tmp_path, "--format", "markdown").stdout == f"```text\n{render_text(saved)}\n```\n"
+    assert report(tmp_path, "--format", "html").stdout.startswith("<!DOCTYPE html>")
+
+
+def test_two_runs_are_compared_by_exit_code(tmp_path: Path, report: Call) -> None:
     blocks = tuple(0.05 + 0.0001 * (i % 7) for i in range(40))
     old = replace(REPORT, step_s_blocks=blocks)
     ReportFile(tmp_path / "old").save(old)
@@ -41,8 +41,8 @@ def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.Captu
     ReportFile(tmp_path / "advised").save(replace(faster, settings={**old.settings, "num_workers": 4}))
 
     def against_old(name: str, *options: str) -> tuple[int, str]:
-        code = main(["report", str(tmp_path / name), "--against", str(tmp_path / "old"), *options])
-        return code, capsys.readouterr().out
+        answer = report(tmp_path / name, "--against", tmp_path / "old", *options)
+        return answer.returncode, answer.stdout
 
     code, shown = against_old("slow", "--max-slowdown", "5%")
     assert code == 1
@@ -64,18 +64,15 @@ def save(folder: Path, steps: int) -> None:
     os.utime(file, (1e9 - steps,) * 2)
 
 
-def test_a_folder_of_runs_gives_the_newest_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_runs_gives_the_newest_one(tmp_path: Path, report: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder, age in {"lightning_logs/version_9": 20, "lightning_logs/version_10": 10, "gpu_report": 30}.items():
         save(tmp_path / folder, age)
     (tmp_path / "lightning_logs" / "version_11").mkdir()
     monkeypatch.chdir(tmp_path)
 
     def reported(*arguments: str) -> tuple[str, str]:
-        assert main(["report", *arguments]) == 0
-        shown = capsys.readouterr()
-        return shown.out.split("steps in")[0].split("; ")[-1].strip(), shown.err
+        answer = report(*arguments)
+        return answer.stdout.split("steps in")[0].split("; ")[-1].strip(), answer.stderr
 
     newest = "Newest report in {}: lightning_logs/version_10/gpu_report.json\n"
     assert reported("lightning_logs") == ("10", newest.format("lightning_logs"))
@@ -85,14 +82,9 @@ def test_a_folder_of_runs_gives_the_newest_one(
     save(tmp_path, 40)
     assert reported(".") == ("40", "")  # its own, and none below
 
-
-def test_without_a_newer_run_there_is_nothing_to_compare(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path / "lightning_logs" / "version_0", 5)
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", "--against", "lightning_logs/version_0"]) == 3
-    assert "cannot compare: the newest report in . is OLD itself. Train again" in capsys.readouterr().err
+    answer = report("--against", "gpu_report.json")
+    assert answer.returncode == 3
+    assert "cannot compare: the newest report in . is OLD itself. Train again" in answer.stderr
 
 
 @pytest.mark.parametrize(
@@ -103,12 +95,10 @@ def test_without_a_newer_run_there_is_nothing_to_compare(
         ("nosuch://nowhere", "Cannot read a report from '{}': Protocol not known: nosuch. Check the URL"),
     ],
 )
-def test_where_there_is_no_report_the_path_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, says: str
-) -> None:
+def test_where_there_is_no_report_the_path_is_named(tmp_path: Path, report: Call, path: str, says: str) -> None:
     path = path if "://" in path else str(tmp_path / path).rstrip("/")
-    assert main(["report", path]) == 1
-    assert says.format(path) in capsys.readouterr().err
+    answer = report(path)
+    assert (answer.returncode, says.format(path) in answer.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -119,13 +109,12 @@ def test_where_there_is_no_report_the_path_is_named(
         (["--against", "old", "--format", "html"], "--full and --format html work only for one report"),
     ],
 )
-def test_wrong_options_are_wrong_usage(capfd: pytest.CaptureFixture[str], options: list[str], says: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", "new", *options])
-    assert says in capfd.readouterr().err
+def test_wrong_options_are_wrong_usage(report: Call, options: list[str], says: str) -> None:
+    answer = report("new", *options)
+    assert (answer.returncode, says in answer.stderr) == (2, True)
 
 
-def test_a_reader_that_goes_away_gets_no_traceback(run_python: RunCli, tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_gets_no_traceback(run_python: Call, tmp_path: Path) -> None:
     ReportFile(tmp_path).save(REPORT)
     code = (
         "import subprocess, sys\n"
@@ -137,11 +126,10 @@ def test_a_reader_that_goes_away_gets_no_traceback(run_python: RunCli, tmp_path:
     assert run_python("-c", code, str(tmp_path)).stderr.strip() == ""
 
 
-def test_a_full_report_lists_all_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_report_lists_all_lines(tmp_path: Path, report: Call) -> None:
     seen = SourceLine(phase="worker", file="data.py", line=41, function="decode", samples=620)
     far = replace(seen, phase="data_loading", file="/very/" * 40 + "\x1b[2J[red]data.py")
     ReportFile(tmp_path).save(replace(REPORT, lines=(far, seen, replace(seen, line=57, samples=380))))
-    assert main(["report", str(tmp_path), "--full"]) == 0
-    shown = capsys.readouterr().out
+    shown = report(tmp_path, "--full").stdout
     assert "\x1b" not in shown
     assert "\nloading in a worker: 62% at data.py:41 in decode (620 samples)\n" in shown

@@ -46,24 +46,27 @@ def test_the_command_sees_only_its_gpus_and_becomes_the_process(driver: Driver) 
     assert "Picked GPU 1" in errors
 
 
-@pytest.mark.follows("Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py")
-def test_help_gives_an_example_that_works(
-    driver: Driver, call: RunCli, in_shell: Callable[[str], subprocess.CompletedProcess[str]]
+@pytest.mark.follows(
+    "Example: gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB)",
+    "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py",
+)
+@pytest.mark.parametrize("command", ["pick", "run"])
+def test_help_gives_an_example_that_works_and_the_exit_codes(
+    driver: Driver, call: RunCli, in_shell: Callable[[str], subprocess.CompletedProcess[str]], command: str
 ) -> None:
     driver.gpus = [gpu(memory_free="7GiB"), gpu(), gpu()]
-    text = " ".join(call("run", "--help").stdout.split())
+    text = " ".join(call(command, "--help").stdout.split())
     answer = in_shell(re.search(r"Example: (.*?) Exit code", text)[1].removesuffix("."))
     assert answer.stdout == f"{driver.gpus[2].uuid},{driver.gpus[1].uuid}\n"
+    assert "3 not enough GPUs" in text
+    assert "or `last`, 1.2 times what the last run needed, from the newest report below the current folder." in text
 
 
 def test_the_exit_code_is_that_of_the_command(driver: Driver, run_cli: RunCli) -> None:
     driver.gpus = [gpu()]
     assert run_cli("run", "--", "sh", "-c", "exit 42").returncode == 42
     assert run_cli("run", "--", "no-such-command").returncode == 127
-
-
-def test_options_of_the_command_are_its_own(driver: Driver, run_cli: RunCli) -> None:
-    driver.gpus = [gpu()]
+    # Options of the command are its own.
     assert run_cli("run", "--", "echo", "-n", "5", "--", "--exclusive").stdout == "5 -- --exclusive"
     assert run_cli("run", "echo", "--wait").stdout == "--wait\n"
 
@@ -81,24 +84,27 @@ def test_killing_the_wrapper_does_not_free_its_childrens_gpu(driver: Driver) -> 
         wait_for(is_free)
 
 
-def test_without_gpus_the_command_does_not_start(driver: Driver, call: RunCli) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--", "echo", "started"], 3), (["-n", "1", "--"], 2), (["--advise", "-n", "1", "--", "echo", "started"], 3)],
+)
+def test_without_gpus_or_a_command_nothing_starts(
+    driver: Driver, call: RunCli, arguments: list[str], code: int
+) -> None:
     driver.gpus = [gpu(lost=True)]
-    answer = call("run", "--", "echo", "started")
-    assert (answer.returncode, answer.stdout) == (3, "")
+    answer = call("run", *arguments)
+    assert (answer.returncode, answer.stdout) == (code, "")
+    assert code == 3 or ("no command given" in answer.stderr and driver.calls() == [])
 
 
-def test_without_a_command_the_usage_is_wrong(driver: Driver, call: RunCli) -> None:
-    answer = call("run", "-n", "1", "--")
-    assert (answer.returncode, "no command given" in answer.stderr, driver.calls()) == (2, True, [])
-
-
-def test_advise_needs_no_gpu(driver: Driver, run_cli: RunCli) -> None:
+def test_advise_needs_and_claims_no_gpu_unless_asked(driver: Driver, run_cli: RunCli) -> None:
+    say = ("--", "sh", "-c", "echo $LIGHTNING_GPU_TOOLS $CUDA_VISIBLE_DEVICES")
+    driver.gpus = [gpu()]
+    assert run_cli("run", "--advise", "--name", "h200", *say).stdout == f"advise {driver.gpus[0].uuid}\n"
     with driver.change():
         driver.library_missing = True
-    answer = run_cli("run", "--advise", "--", "sh", "-c", "echo $LIGHTNING_GPU_TOOLS")
+    answer = run_cli("run", "--advise", *say)
     assert (answer.returncode, answer.stdout) == (0, "advise\n")
-    refused = run_cli("run", "--advise", "-n", "1", "--", "echo", "started")
-    assert (refused.returncode, refused.stdout) == (4, "")
 
 
 def test_a_command_is_as_old_as_its_own_start(driver: Driver, run_cli: RunCli) -> None:
@@ -109,12 +115,6 @@ def test_a_command_is_as_old_as_its_own_start(driver: Driver, run_cli: RunCli) -
     )
     answer = run_cli("run", "--advise", "--", sys.executable, "-c", code)
     assert float(answer.stdout) > 0.03  # Python's own start, before the command
-
-
-def test_an_option_on_gpus_claims_some_also_under_advise(driver: Driver, run_cli: RunCli) -> None:
-    driver.gpus = [gpu()]
-    answer = run_cli("run", "--advise", "--name", "h200", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
-    assert answer.stdout.split() == [driver.gpus[0].uuid]
 
 
 def test_a_closed_stream_does_not_become_the_claim(driver: Driver, claims_dir: Path) -> None:
