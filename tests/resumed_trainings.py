@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torchmetrics import MeanMetric
+from trainings import quiet_trainer
 
 from lightning_gpu_tools import ExactResume
 
@@ -175,19 +176,9 @@ def train(
 ) -> Trainer:
     seed_everything(seed)
     saving = ModelCheckpoint(folder, every_n_train_steps=1 if saves else 10**9, save_top_k=-1, filename="{step}")
-    options = {"max_epochs": 2, **options}
+    options = {"max_epochs": 2, "enable_checkpointing": True, **options}
     own = [] if any(isinstance(callback, ExactResume) for callback in more) else [ExactResume()]
-    callbacks = [*more, *own, saving]
-    trainer = Trainer(
-        default_root_dir=folder,
-        callbacks=callbacks,
-        plugins=list(plugins),
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    trainer = quiet_trainer(folder, callbacks=[*more, *own, saving], plugins=[*plugins], **options)
     trainer.fit(model, ckpt_path=ckpt)
     return trainer
 

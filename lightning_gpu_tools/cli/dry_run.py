@@ -10,20 +10,10 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.memory_account import CACHE, PARTS
 from lightning_gpu_tools.cli.pick import say
 from lightning_gpu_tools.dry_run import launch
-from lightning_gpu_tools.dry_run.result import (
-    EXIT_CODES,
-    NCCL_BYTES,
-    DryRun,
-    Judgment,
-    certain_bytes,
-    context_bytes,
-    judge,
-    next_trial,
-    result,
-)
+from lightning_gpu_tools.dry_run.result import EXIT_CODES, DryRun, Judgment, judge, next_trial, result
 from lightning_gpu_tools.reports.text import line_label
 from lightning_gpu_tools.simulated import MODELS, SimulatedCudaError, find_model
-from lightning_gpu_tools.simulated.build import libraries
+from lightning_gpu_tools.simulated.build import libraries, torch_folder
 from lightning_gpu_tools.units import format_bytes, line_width, printable, wrapped
 
 _MORE_MEMORY = 16  # our default: factor for the second run, which measures a command that does not fit
@@ -48,9 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         required=True,
-        type=_gpu,
-        choices=[*MODELS],
-        help="GPU model to simulate, or a part of its name such as h100.",
+        metavar="NAME",
+        help=f"GPU model to simulate: {', '.join(MODELS)}, or a part of its name such as h100.",
     )
     parser.add_argument("-n", "--count", type=int, default=1, metavar="N", help="Number of GPUs, up to 16. Default: 1.")
     parser.add_argument("--steps", type=int, default=3, metavar="K", help="Stop after K optimizer steps. Default: 3.")
@@ -65,13 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run, parser=parser)
 
 
-def _gpu(name: str) -> str:
-    try:
-        return find_model(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command on simulated GPUs and print the result."""
     args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -83,6 +65,10 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"-n must be from 1 to 16, got {args.count}")
     if args.vary is not None and "{}" not in args.vary:
         args.parser.error(f"--vary needs {{}} in place of the number, got {args.vary!r}")
+    try:
+        args.gpu = find_model(args.gpu)
+    except ValueError as error:
+        args.parser.error(f"argument --gpu: {error}")
     try:
         libraries()  # its error says what is missing
         judgment, needs = _trial(args, args.command, is_quiet=False), None
@@ -98,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
         found = result(Judgment("cannot_be_told", None, why), args.gpu, args.steps)
     except KeyboardInterrupt:
         return 130  # as for a program ended by SIGINT, POSIX "Exit Status for Commands"
-    print(json.dumps(dataclasses.asdict(found), indent=2) if args.format == "json" else render(found))
+    lines = [json.dumps(dataclasses.asdict(found), indent=2)] if args.format == "json" else render(found)
+    print("\n".join(lines))
     return EXIT_CODES[found.verdict]
 
 
@@ -125,23 +112,18 @@ def _trial(args: argparse.Namespace, command: list[str], *, times_memory: int = 
     shown = 2 if args.format == "json" else None  # stdout has only the JSON
     code, records = launch.run(
         command,
-        [args.gpu] * args.count,
+        args.gpu,
+        args.count,
         steps=args.steps,
-        room_bytes=certain_bytes(args.gpu) - context_bytes(args.gpu, args.count),
-        occupied_bytes=NCCL_BYTES if args.count > 1 else 0,
         times_memory=times_memory,
         stdout=subprocess.DEVNULL if is_quiet else shown,
         stderr=subprocess.DEVNULL if is_quiet else None,
     )
-    return judge(code, records, launch.torch_folder(), args.gpu if times_memory == 1 else None)
+    return judge(code, records, str(torch_folder()), args.gpu if times_memory == 1 else None)
 
 
-def render(run: DryRun) -> str:
-    """Return the result in about 25 lines, the verdict first."""
-    return "\n".join(_lines(run))
-
-
-def _lines(run: DryRun) -> Iterator[str]:
+def render(run: DryRun) -> Iterator[str]:
+    """Yield about 25 lines that tell the result, the verdict first."""
     yield _wrapped(f"{_TITLES[run.verdict]}: {run.reason}", 1000)
     needed = run.needed_bytes
     if needed:

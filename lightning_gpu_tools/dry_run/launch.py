@@ -2,7 +2,6 @@
 
 import ctypes
 import fcntl
-import importlib.util
 import json
 import os
 import signal
@@ -16,7 +15,16 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from lightning_gpu_tools.dry_run.result import LOCK, PLAN, RECORD, VARIABLE, ProcessRecord
+from lightning_gpu_tools.dry_run.result import (
+    LOCK,
+    NCCL_BYTES,
+    PLAN,
+    RECORD,
+    VARIABLE,
+    ProcessRecord,
+    certain_bytes,
+    context_bytes,
+)
 from lightning_gpu_tools.files import scratch_prefix
 from lightning_gpu_tools.simulated import Machine
 
@@ -28,32 +36,23 @@ _LIBC = ctypes.CDLL(None)
 _STARTUP = Path(__file__).parent / "startup"
 
 
-def torch_folder() -> str:
-    """Return the folder of torch in this Python environment; empty if torch is not installed."""
-    spec = importlib.util.find_spec("torch")
-    return "" if spec is None or spec.origin is None else os.path.dirname(os.path.abspath(spec.origin))
-
-
 def run(
     command: Sequence[str],
-    gpus: Sequence[str],
+    gpu: str,
+    count: int,
     *,
     steps: int,
-    room_bytes: int,
-    occupied_bytes: int,
     times_memory: int = 1,
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> tuple[int, tuple[ProcessRecord, ...]]:
-    """Run a command until its ranks have completed this number of steps, or until it ends.
+    """Run a command on GPUs of this model until its ranks have completed this number of steps, or until it ends.
 
     Return its exit code, negative for a signal, and the records of its processes. The code is 0 if the command was
     stopped after its ranks had ended.
 
     When this process ends, even by a signal, the command and its children end and their temporary folder is removed.
-    ``room_bytes`` is the memory for torch on the target GPU, which limits the largest batch.
-    ``occupied_bytes`` is the memory on each GPU that torch does not manage; ``times_memory`` multiplies each GPU's
-    memory. ``stdout`` and ``stderr`` are as for ``subprocess.Popen``.
+    ``times_memory`` multiplies each GPU's memory. ``stdout`` and ``stderr`` are as for ``subprocess.Popen``.
 
     Raises:
         SimulatedCudaError: The simulated machine cannot be built here.
@@ -64,10 +63,10 @@ def run(
         # The kernel releases the lock when this process ends. The processes of the command wait for that, and then end.
         lock = stack.enter_context((folder / LOCK).open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX)
-        machine = Machine(folder / "machine", gpus, times_memory=times_memory, times_speed=_TIMES_SPEED)
-        for number in range(len(gpus)):
-            machine.occupy(number, occupied_bytes)
-        (folder / PLAN).write_text(json.dumps([steps, room_bytes]))
+        machine = Machine(folder / "machine", [gpu] * count, times_memory=times_memory, times_speed=_TIMES_SPEED)
+        for number in range(count if count > 1 else 0):
+            machine.occupy(number, NCCL_BYTES)
+        (folder / PLAN).write_text(json.dumps([steps, certain_bytes(gpu) - context_bytes(gpu, count)]))
         environ = {
             **os.environ,
             VARIABLE: name,

@@ -97,12 +97,6 @@ def attributes(thing: object) -> dict[str, Any]:
         return {}
 
 
-def _loaded(name: str) -> type | None:
-    """Return a class such as ``"h5py.HLObject"`` if its package is imported."""
-    module, _, kind = name.rpartition(".")
-    return getattr(sys.modules.get(module), kind, None)
-
-
 # Handles of C libraries, and whether one is open. They share a descriptor or a lock with a forked process.
 _HANDLES: Mapping[str, Callable[[Any], bool]] = {
     "h5py._hl.base.HLObject": bool,
@@ -124,7 +118,8 @@ def is_open(thing: object) -> bool:
                 return thing.fileno() > _STANDARD_STREAMS
             return True
         for name, is_open_now in _HANDLES.items():
-            if (handle := _loaded(name)) is not None and isinstance(thing, handle):
+            module, _, handle = name.rpartition(".")
+            if isinstance(thing, getattr(sys.modules.get(module), handle, ())):  # of a package that is imported
                 return is_open_now(thing)
         # Other libraries tell by an attribute. Processes may share a memory map.
         if is_of_library(kind) and hasattr(kind, "close") and not isinstance(thing, (mmap.mmap, Dataset)):

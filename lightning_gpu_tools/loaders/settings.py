@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_gpu_tools.memory.holdings import plain_tensors
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 # Private names of torch. Without the second one, workers end when their iterator is dropped.
@@ -66,13 +67,8 @@ def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any
 
 def batch_bytes(batch: Any, *, on_gpu: bool = False) -> int:
     """Return the bytes of all tensors, or of those on a GPU, in a batch of nested lists, tuples, and dictionaries."""
-    if isinstance(batch, torch.Tensor):
-        return batch.element_size() * batch.numel() if batch.is_cuda or not on_gpu else 0
-    if isinstance(batch, dict):
-        batch = batch.values()
-    elif not isinstance(batch, (list, tuple)):
-        return 0
-    return sum(batch_bytes(part, on_gpu=on_gpu) for part in batch)
+    tensors = (tensor for tensor in plain_tensors(batch) if tensor.is_cuda or not on_gpu)
+    return sum(tensor.element_size() * tensor.numel() for tensor in tensors)
 
 
 def first_tensor(batch: Any) -> torch.Tensor | None:

@@ -30,7 +30,8 @@ def libraries() -> Path:
     Raises:
         SimulatedCudaError: torch's CUDA build, its headers, gcc, or nm are missing, or this is not Linux.
     """
-    torch, headers = _torch()
+    torch = torch_folder()
+    headers = _headers(torch)
     for tool in ("gcc", "nm"):
         if shutil.which(tool) is None:
             raise SimulatedCudaError(
@@ -54,12 +55,16 @@ def libraries() -> Path:
     return folder
 
 
-def _torch() -> tuple[Path, Path]:
-    """Return torch's folder and the folder of CUDA's headers."""
+def torch_folder() -> Path:
+    """Return the folder of torch in this Python environment; raise ``SimulatedCudaError`` if it is not installed."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise SimulatedCudaError("torch is not installed in this Python environment. Run `pip install torch`.")
-    torch = Path(spec.origin).parent
+    return Path(spec.origin).absolute().parent
+
+
+def _headers(torch: Path) -> Path:
+    """Return the folder of CUDA's headers."""
     if not (torch / "lib" / "libtorch_cuda.so").exists():
         version = re.search(r"__version__ = '(.*)'", (torch / "version.py").read_text())
         raise SimulatedCudaError(
@@ -69,7 +74,7 @@ def _torch() -> tuple[Path, Path]:
     nvidia = torch.parent / "nvidia"
     for headers in (nvidia / "cuda_runtime" / "include", *sorted(nvidia.glob("cu[0-9]*/include"))):
         if (headers / "cuda_runtime_api.h").exists():
-            return torch, headers
+            return headers
     raise SimulatedCudaError(
         f"cuda_runtime_api.h was not found below {nvidia}. torch's wheels include it; otherwise run "
         "`pip install nvidia-cuda-runtime`."
