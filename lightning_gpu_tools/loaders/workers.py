@@ -62,7 +62,7 @@ class Batches:
             self.workers = [process for process in multiprocessing.active_children() if process not in before]
             if self.iterator is None:
                 _end_by_signal(self.workers)
-        self._is_watched = bool(self.workers) and not trusted
+        self._is_watched = getattr(self.iterator, "_worker_pids_set", False) and not trusted
         self._oom_kills = oom_kills()
         if self._is_watched:
             torch._C._remove_worker_pids(id(self.iterator))
