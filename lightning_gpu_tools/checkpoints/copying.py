@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_gpu_tools.checkpoints.key_plan import RenamePlan
-from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, is_average
 from lightning_gpu_tools.checkpoints.key_tree import (
     is_copied_into,
     is_inside,

@@ -1,13 +1,15 @@
-"""The mapping of a checkpoint's weights to a model's parameters, based only on names and shapes."""
+"""A plan that renames a checkpoint's keys to a model's, and the search for it, based only on names and shapes."""
 
+import functools
 import re
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from lightning_gpu_tools.checkpoints.key_plan import RenamePlan, collision
 from lightning_gpu_tools.checkpoints.key_tree import (
     MAX_NAME,
+    PRIVATE_SEGMENTS,
     WRAPPED,
     WRAPPER_COUNTER,
     Node,
@@ -19,14 +21,155 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     is_copied_into,
     is_inside,
     is_wrapper,
+    is_wrapper_name,
     keys_below,
     list_groups,
     quoted,
     shortened,
     without_wrappers,
 )
-from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError
-from lightning_gpu_tools.units import printable
+from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError
+from lightning_gpu_tools.units import plural, printable
+
+# Names of the two factors in peft, loralib and diffusers.
+_LORA = r"(?<![A-Za-z])lora[._](?:A|B|down|up|embedding_A|embedding_B)(?![A-Za-z])"
+# One of the two parts of a weight by torch.nn.utils.weight_norm, or by that of torch.nn.utils.parametrizations.
+_WEIGHT_NORM = re.compile(r"(?:^|\.)(?:weight_g|parametrizations\.\w+\.original0)$")
+# Patterns of keys without a match that show which tool has changed the checkpoint, or else the model; and what to do.
+_HINTS_OF_CHECKPOINT = {
+    re.compile(_LORA): (
+        "The checkpoint holds LoRA weights, which modify a base model. Merge them first (peft: merge_and_unload()), or "
+        "load them with peft."
+    ),
+    re.compile(r"(?:^|\.)_?flat_param(?:_\d+)?$"): (
+        "The checkpoint holds FSDP's flat parameters, each with parts of several weights. During training, save the "
+        "full weights from torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+        "StateDictOptions(full_state_dict=True)."
+    ),
+    _WEIGHT_NORM: (
+        "It was saved with weight_norm. Create the model with torch.nn.utils.parametrizations.weight_norm on these "
+        "layers."
+    ),
+}
+_HINTS_OF_MODEL = {
+    re.compile(rf"{_LORA}|^base_model\.model\.|\.base_layer\."): (  # the latter two by get_peft_model
+        "The model has been changed by peft. Load the weights before get_peft_model."
+    ),
+    _WEIGHT_NORM: ("The model has weight_norm. Load the weights before weight_norm is called."),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenamePlan:
+    """A plan for renaming keys; fields without a comment are as in ``LoadReport``."""
+
+    renames: Mapping[str, str]  # one-to-one, in the order of the checkpoint; unchanged names included
+    dropped_root: str = ""
+    added_root: str = ""
+    tied: Mapping[str, str] = field(default_factory=dict)  # other names of a tensor -> its checkpoint key
+    kept: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    clashes: Mapping[str, str] = field(default_factory=dict)  # like renames, but with different shapes
+    unused: tuple[str, ...] = ()  # outside the dropped root, or counters of wrappers that the model lacks
+    others: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Return a summary of the renames, such as ``removed "module." from 9 keys``; ``""`` if there are none."""
+        removed: Counter[str] = Counter()
+        added: Counter[str] = Counter()
+        for old, new in self.renames.items():
+            if old != new:
+                before, after = Counter(old.split(".")), Counter(new.split("."))
+                removed.update((before - after).keys())
+                added.update((after - before).keys())
+        return ", ".join(
+            f'{verb} "{printable(segment)}." {where} {plural(count, "key")}'
+            for verb, where, counts in (("removed", "from", removed), ("added", "to", added))
+            for segment, count in sorted(counts.items())
+        )
+
+    def rename(self, name: str) -> str:
+        """Rename any key or module path of the checkpoint, even one without a weight."""
+        known = self.renames.get(name, self.clashes.get(name))
+        if known is not None:
+            return known
+        path, rest = name, ""
+        while path and path not in self._moved_modules:
+            path, _, last = path.rpartition(".")
+            if last not in PRIVATE_SEGMENTS:
+                rest = f"{last}.{rest}" if rest else last
+        return ".".join(filter(None, (self._moved_modules.get(path, path), rest)))
+
+    @functools.cached_property
+    def _moved_modules(self) -> dict[str, str]:
+        """Module path in the checkpoint -> module path in the model, as far as the keys show it."""
+        moved: dict[str, str] = {}
+        for old, new in self.renames.items():
+            old_path, new_path = old.rpartition(".")[0], new.rpartition(".")[0]
+            while old_path not in moved:
+                moved[old_path] = new_path
+                parent, _, name = old_path.rpartition(".")
+                new_parent, _, new_name = new_path.rpartition(".")
+                while new_name != name and is_wrapper_name(new_name):
+                    new_path = new_parent
+                    new_parent, _, new_name = new_path.rpartition(".")
+                if name == new_name and name:
+                    new_path = new_parent
+                elif not is_wrapper_name(name):  # a wrapper and its module become one
+                    break
+                old_path = parent
+        return moved
+
+    def hints(self) -> Iterator[str]:
+        """Yield what to do about keys without a match, if they show which tool has changed file or model."""
+        unexpected = [*map(self.rename, self.unexpected)]
+        for keys, hints in ((unexpected, _HINTS_OF_CHECKPOINT), (self.missing, _HINTS_OF_MODEL)):
+            yield from (advice for pattern, advice in hints.items() if any(map(pattern.search, keys)))
+
+    def apply(self, state_dict: Mapping[str, Any], left_over: Mapping[str, str] | None = None) -> OrderedDict[str, Any]:
+        """Return the same weights in the same order under the model's names, with ``_metadata``."""
+        names = {**self.renames, **(left_over or {})}
+        renamed: OrderedDict[str, Any] = OrderedDict()
+        for key, value in state_dict.items():
+            if key in names:
+                if names[key] in renamed:
+                    raise collision("Two keys of the checkpoint", quoted(names[key]))
+                renamed[names[key]] = value
+        renamed.update((name, state_dict[key]) for name, key in self.tied.items())
+        metadata = getattr(state_dict, "_metadata", None)
+        if metadata is not None:
+            # A wrapper and its module get the same name. The module comes later and wins.
+            versions = OrderedDict((self.rename(path), entry) for path, entry in metadata.items())
+            renamed._metadata = versions  # type: ignore[attr-defined]
+        return renamed
+
+
+def collision(keys: str, name: str) -> KeyCollisionError:
+    """Return the error for keys that would get the same name."""
+    return KeyCollisionError(f"{keys} would both become {name}. Nothing was changed.")
+
+
+def clean_names(keys: Iterable[str], wrappers: Iterable[str] = (), *, around_all: bool = False) -> dict[str, str]:
+    """Return key -> key without private segments and without the ``module`` of the wrappers at these paths.
+
+    With ``around_all``, a ``module`` that all keys begin with counts as a wrapper, and its counter is dropped. Raises
+    ``KeyCollisionError`` if two keys would get the same name.
+    """
+    tree = build_tree(keys, wrappers)
+    for key, other in tree.collisions.items():
+        raise collision(quoted(other, key), "the same key")
+    names: dict[str, str] = {}
+    stack = [("", inside_wrappers(tree.root) if around_all else tree.root)]
+    while stack:
+        path, node = stack.pop()
+        for name, value in node.items():
+            if isinstance(value, str):
+                names[value] = path + name
+            else:
+                stack.append((path + name, value))
+    return names
+
 
 # Names of averaged weights in timm, Lightning, torch.optim.swa_utils, BasicSR (params_ema) and StyleGAN (g_ema).
 _AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "shadow"})
@@ -54,14 +197,13 @@ def plan_renaming(
     root: str | None = None,
     strict: bool = True,
     entry: str = "",
-    average: bool = False,
 ) -> RenamePlan:
     """Find the only plan by which a checkpoint fits a model; arguments and errors as in ``load_weights``.
 
-    ``entry`` is the name that a root in a message begins with, for a file with several sets of weights. ``average`` is
-    whether the whole checkpoint is an average. Averages inside it are preferred.
+    ``entry`` is the name of this set of weights in a file with several. A root in a message begins with it. If it is
+    the name of an average, averages inside it are preferred.
     """
-    return _Search(checkpoint, model, root, entry, average).run(strict)
+    return _Search(checkpoint, model, root, entry).run(strict)
 
 
 def is_average(name: str) -> bool:
@@ -80,8 +222,7 @@ class _Reading:
 
     pairs: list[tuple[str, str]] = field(default_factory=list)  # of the same shape
     clashes: list[tuple[str, str]] = field(default_factory=list)  # of different shapes
-    scope: Node = field(default_factory=dict)  # the part of the checkpoint
-    roots: tuple[str, str] = ("", "")
+    roots: tuple[str, str] = ("", "")  # paths of the two parts
 
 
 @dataclass
@@ -92,7 +233,6 @@ class _Search:
     model: ModelKeys
     root: str | None
     entry: str
-    average: bool
 
     def __post_init__(self) -> None:
         self.given = as_root(self.root or "")
@@ -137,26 +277,24 @@ class _Search:
         """Yield readings without a change of roots, then those with roots one level deep, then two levels deep."""
         for dropped, added in ((self.given, ""), ("", self.given)):
             part, place = self.checkpoint_tree.find(dropped), self.model_tree.find(added)
-            if part is None or place is None:
-                continue
-            # Keys that fit are never renamed.
-            has_all = len(unchanged.pairs) + len(unchanged.clashes) == len(self.model.shapes)
-            if not self.root and (has_all or self._covers(unchanged)):
-                yield [replace(unchanged, scope=part)]
-            else:
-                yield [self._reading((dropped, part), (added, place))]
-            if self.root == "":
-                return
-            parts = _below([(dropped, inside_wrappers(part))])
-            inside = [(name, inside_wrappers(node)) for name, node in parts]
-            in_averages = _below([(name, node) for name, node in inside if is_average(name)])
-            averages = [(name, node) for name, node in in_averages if is_average(name.split(".")[-2])]
-            yield [self._reading(inner, (added, place)) for inner in (*parts, *averages)]
-            places = [] if self.root else _below([(added, place)])
-            yield [self._reading((dropped, part), inner) for inner in places]
-            yield [self._reading(inner, (added, place)) for inner in _below(inside)]
-            yield [self._reading((dropped, part), inner) for inner in _below(places)]
+            if part is not None and place is not None:
+                break
+        else:
             return
+        has_all = len(unchanged.pairs) + len(unchanged.clashes) == len(self.model.shapes)
+        # Keys that fit are never renamed.
+        is_unchanged = not self.root and (has_all or self._covers(unchanged))
+        yield [unchanged if is_unchanged else self._reading(dropped, added)]
+        if self.root == "":
+            return
+        parts = self._parts(dropped)
+        in_averages = [name for part in parts if is_average(part) for name in self._parts(part)]
+        averages = [name for name in in_averages if is_average(name.split(".")[-2])]
+        yield [self._reading(part, added) for part in (*parts, *averages)]
+        places = [] if self.root else self._places(added)
+        yield [self._reading(dropped, place) for place in places]
+        yield [self._reading(inner, added) for part in parts for inner in self._parts(part)]
+        yield [self._reading(dropped, inner) for place in places for inner in self._places(place)]
 
     # The recursion is limited by the number of levels in keys; see structure.check_contents.
     def _largest_overlap(self, checkpoint: Node, model: Node) -> _Reading:
@@ -189,8 +327,18 @@ class _Search:
                 overlap.clashes += below.clashes
         return overlap
 
-    def _reading(self, part: tuple[str, Node], place: tuple[str, Node]) -> _Reading:
-        return replace(self._largest_overlap(part[1], place[1]), scope=part[1], roots=(part[0], place[0]))
+    def _reading(self, part: str, place: str) -> _Reading:
+        checkpoint, model = self.checkpoint_tree.find(part) or {}, self.model_tree.find(place) or {}
+        return replace(self._largest_overlap(checkpoint, model), roots=(part, place))
+
+    def _parts(self, path: str) -> list[str]:
+        """Return the paths of the child modules of a module in the checkpoint."""
+        node = self.checkpoint_tree.find(path) or {}
+        return [path + name for name, _ in child_modules(inside_wrappers(node))]
+
+    def _places(self, path: str) -> list[str]:
+        """Return the paths of the child modules of a module in the model."""
+        return [path + name for name, _ in child_modules(self.model_tree.find(path) or {})]
 
     def _covers(self, reading: _Reading) -> bool:
         enough = len(reading.pairs) >= len(self.required)
@@ -205,7 +353,7 @@ class _Search:
 
     def _only(self, found: list[_Reading]) -> RenamePlan:
         """Return the plan of the only fitting reading that is not an average."""
-        averages = self.average or is_average(self.given)
+        averages = is_average(self.entry) or is_average(self.given)
         chosen = preferred(found, lambda reading: reading.roots[0].removeprefix(self.given), averages=averages)
         if len(chosen) != 1:
             choices = " or ".join(f"root={self._shown(reading.roots)}" for reading in found)
@@ -228,7 +376,8 @@ class _Search:
         tied = {key: source[self._leader(key)] for key in uncovered if self._leader(key) in source}
         absent = [key for key in uncovered if key not in tied]
         left = [key for key in self.shapes if key not in target and key not in clashes]
-        inside = {*keys_below(reading.scope), *self.checkpoint_tree.collisions} if left else set()
+        scope = self.checkpoint_tree.find(reading.roots[0]) or {}
+        inside = {*keys_below(scope), *self.checkpoint_tree.collisions} if left else set()
         unexpected = {key: None for key in left if key in inside}
         for key in [key for key in unexpected if key.rpartition(".")[2] == WRAPPER_COUNTER]:
             node = self.checkpoint_tree.find(key.rpartition(".")[0])
@@ -285,11 +434,6 @@ class _Search:
         dropped, added = roots
         inside = ".".join(filter(None, (self.entry, dropped)))
         return f'"{printable(inside or added, MAX_NAME)}"'
-
-
-def _below(nodes: Iterable[tuple[str, Node]]) -> list[tuple[str, Node]]:
-    """Return the child modules of these nodes, with their whole names."""
-    return [(path + name, child) for path, node in nodes for name, child in child_modules(node)]
 
 
 def _roots(tree: Tree) -> str:

@@ -24,8 +24,7 @@ from lightning_gpu_tools.checkpoints.content import (
 )
 from lightning_gpu_tools.checkpoints.formats.other_programs import SAVE_ARRAYS
 from lightning_gpu_tools.checkpoints.inert_pickle import explain_blocked
-from lightning_gpu_tools.checkpoints.key_plan import RenamePlan
-from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average, preferred
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, is_average, preferred
 from lightning_gpu_tools.checkpoints.key_tree import (
     WRAPPER_COUNTER,
     Shape,

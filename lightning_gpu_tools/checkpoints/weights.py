@@ -15,10 +15,9 @@ from lightning_gpu_tools.checkpoints.content import Entries, likely
 from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights, has_same_numbers
 from lightning_gpu_tools.checkpoints.formats import checkpoint_at
 from lightning_gpu_tools.checkpoints.inert_pickle import describe_unread
-from lightning_gpu_tools.checkpoints.key_plan import RenamePlan
-from lightning_gpu_tools.checkpoints.key_renaming import is_average, plan_renaming, preferred
+from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, is_average, plan_renaming, preferred
 from lightning_gpu_tools.checkpoints.key_tree import list_groups, quoted, shortened
-from lightning_gpu_tools.checkpoints.reading import read_weights
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
     others_of_this_model,
@@ -124,7 +123,7 @@ def load_weights(
             "a model, and call load_weights(model, path)."
         )
     path = checkpoint_at(path)
-    content, classes = read_weights(path, weights_only=weights_only)
+    content, classes = read_weights(path) if weights_only else (read_checkpoint(path, weights_only=False), ())
     entries = weights_in(content, path)
     with errors_about(path, type(model)):
         fit = fit_weights(model, entries, root, strict)
@@ -189,14 +188,8 @@ def fit_weights(model: nn.Module, entries: Entries, root: str | None, strict: bo
 def _fit(model: nn.Module, entry: str, entries: Entries, root: str | None, strict: bool) -> Fit:
     weights = entries[entry]
     keys, state = read_model(model, weights)
-    plan = plan_renaming(
-        {key: shape_of(value) for key, value in weights.items()},
-        keys,
-        root=root,
-        strict=strict,
-        entry=entry,
-        average=is_average(entry),
-    )
+    shapes = {key: shape_of(value) for key, value in weights.items()}
+    plan = plan_renaming(shapes, keys, root=root, strict=strict, entry=entry)
     buffers = {key: name for key, name in plan.renames.items() if name not in state}
     others = [key for key, name in buffers.items() if not has_same_numbers(weights[key], model.get_buffer(name))]
     if others and strict:

@@ -12,9 +12,9 @@ import torch
 from lightning_gpu_tools.checkpoints.content import MODEL_STATES, is_lightning_checkpoint, put_weights
 from lightning_gpu_tools.checkpoints.formats.hugging_face import DTYPE_OF_SAFETENSORS
 from lightning_gpu_tools.checkpoints.inert_pickle import describe_unread
-from lightning_gpu_tools.checkpoints.key_plan import RenamePlan, clean_names
+from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names
 from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, list_groups, quoted
-from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
+from lightning_gpu_tools.checkpoints.reading import LazyTensor, read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import (
     choose_entry,
     errors_about,
@@ -25,7 +25,6 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     weights_in,
     whole_weights,
 )
-from lightning_gpu_tools.checkpoints.torch_loading import LazyTensor
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.files import writing
 from lightning_gpu_tools.units import plural, printable, printable_path

@@ -20,8 +20,7 @@ from lightning_gpu_tools.checkpoints.content import (
 )
 from lightning_gpu_tools.checkpoints.copying import check_before_copying, own_what_modules_keep
 from lightning_gpu_tools.checkpoints.formats import checkpoint_at, opened_source
-from lightning_gpu_tools.checkpoints.key_plan import RenamePlan, clean_names
-from lightning_gpu_tools.checkpoints.key_renaming import is_average
+from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name, list_groups
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.state_dicts import (

@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from plugin_trainings import Lit, make_net, no_tracing, same, saves_after_a_fit, trained, trainer, weights  # noqa: F401 - a fixture
 
 from lightning_gpu_tools import load_from_checkpoint, load_weights
-from lightning_gpu_tools.checkpoints import torch_loading
+from lightning_gpu_tools.checkpoints import reading
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import (
     BrokenCheckpointError,
@@ -129,7 +129,7 @@ def test_a_torch_with_known_holes_is_warned_of_once(
 
     def warnings(version: str) -> list[str]:
         monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
-        torch_loading._warn_of_old_torch.cache_clear()
+        reading._warn_of_old_torch.cache_clear()
         recwarn.clear()
         for _ in range(2):
             PortableCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
