@@ -81,20 +81,18 @@ def is_named(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
-def _is_dictionary(value: Any) -> bool:
-    return value is None or isinstance(value, Mapping)
-
-
-def _are_dictionaries(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, (Mapping, Opaque)) for item in value)
-
-
 # Entries that a Trainer restores, and whether a value can be restored.
 _RESTORED: Mapping[str, Callable[[Any], object]] = {
     LIGHTNING_VERSION: lambda value: isinstance(value, str) and _VERSION.fullmatch(value),
     "hyper_parameters": is_named,
-    **dict.fromkeys(("callbacks", "loops", "current_model_state", "averaging_state"), _is_dictionary),
-    **dict.fromkeys(("optimizer_states", "lr_schedulers"), _are_dictionaries),
+    **dict.fromkeys(
+        ("callbacks", "loops", "current_model_state", "averaging_state"),
+        lambda value: isinstance(value, (Mapping, type(None))),
+    ),
+    **dict.fromkeys(
+        ("optimizer_states", "lr_schedulers"),
+        lambda states: isinstance(states, list) and all(isinstance(state, (Mapping, Opaque)) for state in states),
+    ),
 }
 
 

@@ -30,7 +30,6 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     is_packed,
     is_sharded,
     loads_itself,
-    name_of,
     shape_of,
 )
 from lightning_gpu_tools.errors import CheckpointMismatchError
@@ -314,7 +313,7 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
         return ""
     if numbers.is_complex():
         if not dtype.is_complex:
-            return f"a complex number cannot become {name_of(dtype)}"
+            return f"a complex number cannot become {_name(dtype)}"
         numbers = torch.view_as_real(numbers.resolve_conj())
     is_float, real = numbers.is_floating_point(), dtype.to_real()
     if is_float and real.is_floating_point and torch.finfo(numbers.dtype).max <= torch.finfo(real).max:
@@ -330,10 +329,15 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
         changed = (cast.to(numbers.dtype) != numbers) | ((cast < 0) != (numbers < 0))
     if not changed.any():
         return ""
-    return f"{numbers[changed][0].item():g} would become {cast[changed][0].item():g} as {name_of(dtype)}"
+    return f"{numbers[changed][0].item():g} would become {cast[changed][0].item():g} as {_name(dtype)}"
 
 
 def _kind(value: torch.Tensor) -> str:
     if is_packed(value):
         return f"a tensor of the class {printable(type(value).__name__)}"
-    return f"a {'quantized ' * value.is_quantized}{name_of(value.layout)} tensor"
+    return f"a {'quantized ' * value.is_quantized}{_name(value.layout)} tensor"
+
+
+def _name(kind: torch.dtype | torch.layout) -> str:
+    """Return the name of a dtype or a layout, without ``torch.``."""
+    return str(kind).removeprefix("torch.")

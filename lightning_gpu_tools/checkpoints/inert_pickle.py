@@ -28,7 +28,6 @@ _MAPPINGS = {"collections.OrderedDict": OrderedDict, "collections.Counter": Coun
 _ELEMENTS = frozenset({"torch.Size", "builtins.set", "builtins.frozenset"})
 # Calls that plain data needs. weights_only=True allows more, such as torch.FloatTensor(1 << 40).
 _CALLS = frozenset({"torch.device", "torch.serialization._get_layout", "builtins.complex"})
-_MAX_DIMENSIONS = 64  # the limit of torch's operations
 _MAX_KEY_PARTS = 256  # our default; Python hashes nested tuples recursively, without a limit
 
 
@@ -140,7 +139,7 @@ class InertUnpickler(pickle._Unpickler):
             return pid[1]
         tag, kind, key, location, numel, *view = pid
         if tag not in ("storage", b"storage") or not isinstance(key, str) or not are_sizes((numel,)) or any(view):
-            raise _refused("a storage that torch.save does not write")
+            raise pickle.UnpicklingError("a storage that torch.save does not write")
         place = location if isinstance(location, str) else location.decode("ascii", "replace")
         return self.storages.setdefault(key, StorageInfo(key, DTYPE_OF_STORAGE[kind.name], place, numel))
 
@@ -166,7 +165,7 @@ class InertUnpickler(pickle._Unpickler):
         elif isinstance(target, Opaque):
             target.state = state
         else:
-            raise _refused("a state for something without one")
+            raise pickle.UnpicklingError("a state for something without one")
 
     def _setitem(self) -> None:
         items = self.stack[-2:]
@@ -212,19 +211,16 @@ class InertUnpickler(pickle._Unpickler):
                 target.items = {}
             target = target.items
         if not isinstance(target, dict):
-            raise _refused("an item for something that is not a dictionary")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) is not str:
-                _check_key(key)
-            target[key] = value
+            raise pickle.UnpicklingError("an item for something that is not a dictionary")
+        _fill(target, zip(items[::2], items[1::2], strict=True))
 
     def _call(self, function: Any, arguments: Any) -> Any:
         if not isinstance(arguments, tuple):
-            raise _refused("a call without arguments")
+            raise pickle.UnpicklingError("a call without arguments")
         if isinstance(function, Opaque):
             return Opaque()
         if not isinstance(function, StandIn):
-            raise _refused("a call of data")
+            raise pickle.UnpicklingError("a call of data")
         name = str(function)
         if name in _VIEWS:
             return _view(function.name, *arguments)
@@ -235,7 +231,9 @@ class InertUnpickler(pickle._Unpickler):
             made = _changed(self._call(build, inner), is_parameter=True)
             return made if str(kind) in _PLAIN_TENSORS else _changed(made, kind=str(kind))
         if name in _MAPPINGS:
-            return self._copied(_MAPPINGS[name](), *arguments[:1])
+            items = arguments[0] if arguments else ()
+            self._count_copies(items)
+            return _fill(_MAPPINGS[name](), items.items() if isinstance(items, dict) else items)
         if name in _ELEMENTS and arguments and isinstance(arguments[0], (tuple, list)):
             self._count_copies(arguments[0])
             return Elements(arguments[0])
@@ -249,28 +247,17 @@ class InertUnpickler(pickle._Unpickler):
             self.globals.add(f"{name}(...)")
         return Opaque(function.is_plain, name, arguments)
 
-    def _copied(self, target: dict[Any, Any], items: Any = ()) -> dict[Any, Any]:
-        self._count_copies(items)
-        for key, value in items.items() if isinstance(items, dict) else items:
-            _check_key(key)
-            target[key] = value
-        return target
-
     def _count_copies(self, elements: Collection[Any]) -> None:
         """Raise if more elements are copied than the pickle has bytes."""
         self._left_to_copy -= len(elements)
         if self._left_to_copy < 0:
-            raise _refused("copies of copies")
-
-
-def _refused(what: str) -> pickle.UnpicklingError:
-    return pickle.UnpicklingError(what)
+            raise pickle.UnpicklingError("copies of copies")
 
 
 def _view(maker: str, storage: StorageInfo, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorInfo:
     """Describe a tensor; raise unless all its elements are inside its storage."""
     if not isinstance(storage, StorageInfo):
-        raise _refused("a tensor without a storage")
+        raise pickle.UnpicklingError("a tensor without a storage")
     dtype, kind = storage.dtype, ""
     if maker == "_rebuild_qtensor":
         kind, rest = "quantized", rest[1:]
@@ -278,25 +265,32 @@ def _view(maker: str, storage: StorageInfo, offset: Any, shape: Any, strides: An
         dtype, rest = rest[2].name, (*rest[:2], *rest[3:])
     if any(rest[2:]):
         kind = "conjugated"
-    are_lists = len(shape) == len(strides) <= _MAX_DIMENSIONS
-    if not are_lists or not is_shape(shape) or not are_sizes((offset, *strides)):
-        raise _refused("a tensor without sizes")
+    if len(shape) != len(strides) or not is_shape(shape) or not are_sizes((offset, *strides)):
+        raise pickle.UnpicklingError("a tensor without sizes")
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     # Of quantized tensors, which may have several numbers in a byte, torch checks this.
     if kind != "quantized" and 0 not in shape and (last + 1) * BYTES_OF_DTYPE[dtype] > storage.size_bytes:
-        raise _refused("a tensor that is larger than its storage")
+        raise pickle.UnpicklingError("a tensor that is larger than its storage")
     has_more = any(rest[:2])  # requires gradients, has hooks
     return TensorInfo(dtype, tuple(shape), storage, offset, tuple(strides), kind, has_more)
 
 
 def _without_numbers(kind: str, dtype: StandIn, shape: tuple[int, ...]) -> TensorInfo:
-    if len(shape) > _MAX_DIMENSIONS or not is_shape(shape):
-        raise _refused("a tensor without sizes")
+    if not is_shape(shape):
+        raise pickle.UnpicklingError("a tensor without sizes")
     return TensorInfo(dtype.name, tuple(shape), None, kind=kind)
 
 
+def _fill(target: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Put items into a dictionary; raise if hashing a key would not end, or would crash the process."""
+    for key, value in items:
+        if type(key) is not str:
+            _check_key(key)
+        target[key] = value
+    return target
+
+
 def _check_key(key: Any) -> None:
-    """Raise if hashing the key would not end, or would crash the process."""
     parts = [key]
     for _ in range(_MAX_KEY_PARTS):
         if not parts:
@@ -304,7 +298,7 @@ def _check_key(key: Any) -> None:
         part = parts.pop()
         if isinstance(part, tuple):
             parts.extend(part[:_MAX_KEY_PARTS])
-    raise _refused("a key of too many parts")
+    raise pickle.UnpicklingError("a key of too many parts")
 
 
 def _is_needed(name: str, arguments: tuple[Any, ...]) -> bool:

@@ -121,6 +121,25 @@ class RenamePlan:
                 old_path = parent
         return moved
 
+    def rename_optimizers(self, states: Any) -> Any:
+        """Rename parameters in the states of optimizers that know them by name, as FSDP's do; most do so by number."""
+        return [*map(self._rename_optimizer, states)] if isinstance(states, list) else states
+
+    def _rename_optimizer(self, state: Any) -> Any:
+        def renamed(name: Any) -> Any:
+            return self.rename(name) if isinstance(name, str) else name
+
+        match state:
+            case {"state": dict(state_of), "param_groups": list(groups)} if any(
+                isinstance(name, str) for name in state_of
+            ) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+                return {
+                    **state,
+                    "state": {renamed(name): value for name, value in state_of.items()},
+                    "param_groups": [{**group, "params": [*map(renamed, group["params"])]} for group in groups],
+                }
+        return state
+
     def hints(self) -> Iterator[str]:
         """Yield what to do about keys without a match, if they show which tool has changed file or model."""
         unexpected = [*map(self.rename, self.unexpected)]

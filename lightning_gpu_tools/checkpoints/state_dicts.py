@@ -3,8 +3,7 @@
 import contextlib
 import copy
 import re
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_gpu_tools.checkpoints.content import (
     MODEL_STATES,
     Entries,
-    all_state_dicts,
     check_contents,
     describe_content,
     is_state_dict,
@@ -24,7 +22,7 @@ from lightning_gpu_tools.checkpoints.content import (
 )
 from lightning_gpu_tools.checkpoints.formats.other_programs import SAVE_ARRAYS
 from lightning_gpu_tools.checkpoints.inert_pickle import explain_blocked
-from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, is_average, preferred
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average
 from lightning_gpu_tools.checkpoints.key_tree import (
     WRAPPER_COUNTER,
     Shape,
@@ -35,7 +33,6 @@ from lightning_gpu_tools.checkpoints.key_tree import (
 )
 from lightning_gpu_tools.checkpoints.structure import faults_of
 from lightning_gpu_tools.errors import (
-    AmbiguousCheckpointError,
     BrokenCheckpointError,
     CheckpointError,
     CheckpointMismatchError,
@@ -53,11 +50,6 @@ def shape_of(value: object) -> Shape | None:
     if isinstance(value, torch.Tensor) and not nn.parameter.is_lazy(value):
         return tuple(value.shape)
     return None
-
-
-def name_of(kind: torch.dtype | torch.layout) -> str:
-    """Return the name of a dtype or a layout, without ``torch.``."""
-    return str(kind).removeprefix("torch.")
 
 
 def is_dense(value: Any) -> bool:
@@ -120,22 +112,6 @@ def others_of_this_model(entry: str, entries: Entries) -> list[str]:
     ]
 
 
-def choose_entry(path: str, entries: Entries, entry: str | None) -> str:
-    """Return the entry, or the default one; raise unless there is one."""
-    names = ", ".join(map(printable, entries)) or "only one set"
-    if entry is None:
-        entry, *others = preferred([*likely(entries)], str)
-        if others:
-            raise AmbiguousCheckpointError(
-                f"{printable_path(path)} holds several sets of weights: {names}. Choose one with --entry NAME."
-            )
-    if entry not in entries:
-        raise CheckpointMismatchError(
-            f"{printable_path(path)} has no weights called {printable(repr(entry))}; it has {names}."
-        )
-    return entry
-
-
 def fault_of_parts(weights: Mapping[str, Any]) -> str:
     """Return a message with advice if these are the parts of one rank; ``""`` if they are whole."""
     for key, value in weights.items():
@@ -165,50 +141,19 @@ def whole_weights(path: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
     return whole
 
 
-def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
-    """Return a value for each key that may be tied; equal values mean the same tensor."""
-    places = {key: value.data_ptr() for key, value in weights.items() if is_dense(value) and value.numel()}
-    keys_at = Counter(places.values())
-    values = {key: weights[key] for key, place in places.items() if keys_at[place] > 1}
-    return {
-        key: (value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
-        for key, value in values.items()
-    }
-
-
 FROM_META = "it was saved from the meta device. Load the weights before saving the model"
 
 
-def rename_optimizers(states: Any, plan: RenamePlan) -> Any:
-    """Rename parameters in the states of optimizers that know them by name, as FSDP's do; most do so by number."""
-
-    def renamed(name: Any) -> Any:
-        return plan.rename(name) if isinstance(name, str) else name
-
-    def one(state: Any) -> Any:
-        match state:
-            case {"state": dict(state_of), "param_groups": list(groups)} if any(
-                isinstance(name, str) for name in state_of
-            ) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
-                return {
-                    **state,
-                    "state": {renamed(name): value for name, value in state_of.items()},
-                    "param_groups": [{**group, "params": [*map(renamed, group["params"])]} for group in groups],
-                }
-        return state
-
-    return [*map(one, states)] if isinstance(states, list) else states
-
-
 def own_all_but_weights(content: Any, path: object) -> Any:
-    """Return the content with everything except the model's weights copied out of the mapped file.
+    """Check a loaded checkpoint; return it with everything except the model's weights copied out of the mapped file.
 
     Weights are copied into the model, but optimizers and callbacks keep their objects. Overwriting the file would
     change these objects.
     """
+    entries = check_contents(content, path)
     if not isinstance(content, dict) or is_state_dict(content):
         return content
-    mapped = {*likely(all_state_dicts(content)), *MODEL_STATES}
+    mapped = {*likely(entries), *MODEL_STATES}
     with faults_of(path):
         return {
             name: value if name in mapped and is_state_dict(value) else copy.deepcopy(value)
@@ -237,7 +182,8 @@ def read_model(model: nn.Module, checkpoint_keys: Collection[str] = ()) -> tuple
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             keys_of.setdefault(id(value), []).append(key)
-    is_old = not any(key.endswith(_BATCH_COUNTER) for key in checkpoint_keys)
+    stored_names = {key.rpartition(".")[2] for key in checkpoint_keys}
+    is_old = _BATCH_COUNTER not in stored_names
     wrappers = wrapper_paths(model)
     counters = {_inside(path, WRAPPER_COUNTER) for path in wrappers}
     self_loading = set()
@@ -251,11 +197,11 @@ def read_model(model: nn.Module, checkpoint_keys: Collection[str] = ()) -> tuple
                 untracked |= {_inside(path, name) for name in ("running_mean", "running_var", _BATCH_COUNTER)}
         elif path not in wrappers and loads_itself(module):
             self_loading.add(without_private_segments(path))
-        for name in getattr(module, "_non_persistent_buffers_set", ()):  # a ScriptModule may lack it
-            unsaved[f"{path}.{name}" if path else name] = shape_of(module._buffers[name])
-    if unsaved:  # an older version of the model may have saved them
-        names = {key.rpartition(".")[2] for key in checkpoint_keys}
-        unsaved = {key: shape for key, shape in unsaved.items() if key.rpartition(".")[2] in names and key not in state}
+        # A ScriptModule may lack the set. An older version of the model may have saved these buffers.
+        for name in stored_names.intersection(getattr(module, "_non_persistent_buffers_set", ())):
+            key = f"{path}.{name}" if path else name
+            if key not in state:
+                unsaved[key] = shape_of(module._buffers[name])
     keys = ModelKeys(
         shapes={**{key: shape_of(value) for key, value in state.items()}, **unsaved},
         wrappers=wrappers,

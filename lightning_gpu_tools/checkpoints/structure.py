@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, NamedTuple
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
-# Usual ends of the names of checkpoint files: of those found in a folder, and of the targets of `convert`.
-SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")  # of the files that are looked for in a folder
+# Ends of the names of checkpoint files: of those that are looked for in a folder, and of the targets of `convert`.
+SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 BYTES_OF_DTYPE = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32", "qint32", "complex32", "bcomplex32"), 4),
@@ -38,15 +38,15 @@ DTYPE_OF_STORAGE = {
 }  # fmt: skip
 # Python's recursion limit is 1,000, and copying takes three calls per level.
 MAX_DEPTH = 200
+_MAX_DIMENSIONS = 64  # the limit of torch's operations
 
 
+@dataclass(eq=False)
 class Fault(Exception):
     """The reason that a file is not a valid checkpoint."""
 
-    def __init__(self, what: str, advice: str = "") -> None:
-        super().__init__(what, advice)
-        self.what = what  # without the subject: "is empty"
-        self.advice = advice
+    what: str  # without the subject: "is empty"
+    advice: str = ""
 
 
 RESTORE = "Copy or download it again, or use an earlier checkpoint."
@@ -139,7 +139,7 @@ def are_sizes(numbers: Sequence[Any]) -> bool:
 
 def is_shape(sizes: Sequence[Any]) -> bool:
     """Return whether a tensor can have this shape: torch multiplies sizes even if one of them is 0."""
-    return are_sizes(sizes) and math.prod(filter(None, sizes)) < 2**63
+    return len(sizes) <= _MAX_DIMENSIONS and are_sizes(sizes) and math.prod(filter(None, sizes)) < 2**63
 
 
 _CHUNK_BYTES = 16 << 20

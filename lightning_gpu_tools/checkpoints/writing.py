@@ -3,29 +3,26 @@
 import json
 import os
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 
-from lightning_gpu_tools.checkpoints.content import MODEL_STATES, is_lightning_checkpoint, put_weights
+from lightning_gpu_tools.checkpoints.content import MODEL_STATES, Entries, is_lightning_checkpoint, likely, put_weights
 from lightning_gpu_tools.checkpoints.formats.hugging_face import DTYPE_OF_SAFETENSORS
 from lightning_gpu_tools.checkpoints.inert_pickle import describe_unread
-from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names
+from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, preferred
 from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, list_groups, quoted
 from lightning_gpu_tools.checkpoints.reading import LazyTensor, read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import (
-    choose_entry,
     errors_about,
     is_dense,
     others_of_this_model,
-    rename_optimizers,
-    same_tensors,
     weights_in,
     whole_weights,
 )
-from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
+from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.files import writing
 from lightning_gpu_tools.units import plural, printable, printable_path
 
@@ -67,7 +64,7 @@ def write_safetensors(weights: Mapping[str, Any], path: str) -> None:
             f"{printable_path(path)}: safetensors cannot store {list_groups(unfit)}. It stores only plain tensors with "
             "names other than __metadata__. To keep them, use a suffix other than .safetensors."
         )
-    same = same_tensors(weights)
+    same = _same_tensors(weights)
     first: dict[Hashable, str] = {}
     for key in weights:
         first.setdefault(same.get(key, key), key)
@@ -105,7 +102,7 @@ def convert(source: str, target: str, *, entry: str | None, drop_root: str, add_
     leaves_out_rest = as_safetensors or weights_only
     content, unread = read_weights(source) if leaves_out_rest else (read_checkpoint(source), ())
     entries = weights_in(content, source)
-    entry = choose_entry(source, entries, entry)
+    entry = _choose_entry(source, entries, entry)
     others = others_of_this_model(entry, entries)
     only_weights = leaves_out_rest or not entry
     plans: dict[str, RenamePlan] = {}
@@ -134,7 +131,7 @@ def convert(source: str, target: str, *, entry: str | None, drop_root: str, add_
     else:
         whole = put_weights(content, converted)
         if is_lightning_checkpoint(content) and entry in MODEL_STATES and "optimizer_states" in content:
-            whole["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
+            whole["optimizer_states"] = plan.rename_optimizers(content["optimizer_states"])
         write_checkpoint(whole, target)
     done = [plural(len(converted[entry]), "weight") + (f" of {quoted(entry)}" if others else ""), plan.describe()]
     if plan.unused:
@@ -149,7 +146,7 @@ def convert(source: str, target: str, *, entry: str | None, drop_root: str, add_
 def _converted(weights: Mapping[str, Any], plan: RenamePlan) -> OrderedDict[str, Any]:
     """Return the weights with new names, still tied, without the rest of their storages."""
     converted = plan.apply(weights)
-    identity = same_tensors(converted)
+    identity = _same_tensors(converted)
     made: dict[Hashable, Any] = {}
     for key, value in converted.items():
         same = identity.get(key, key)
@@ -159,3 +156,30 @@ def _converted(weights: Mapping[str, Any], plan: RenamePlan) -> OrderedDict[str,
             made[same] = value.detach().clone() if is_part else value
         converted[key] = made[same]
     return converted
+
+
+def _same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
+    """Return a value for each key that may be tied; equal values mean the same tensor."""
+    places = {key: value.data_ptr() for key, value in weights.items() if is_dense(value) and value.numel()}
+    keys_at = Counter(places.values())
+    values = {key: weights[key] for key, place in places.items() if keys_at[place] > 1}
+    return {
+        key: (value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
+        for key, value in values.items()
+    }
+
+
+def _choose_entry(path: str, entries: Entries, entry: str | None) -> str:
+    """Return the entry, or the default one; raise unless there is one."""
+    names = ", ".join(map(printable, entries)) or "only one set"
+    if entry is None:
+        entry, *others = preferred([*likely(entries)], str)
+        if others:
+            raise AmbiguousCheckpointError(
+                f"{printable_path(path)} holds several sets of weights: {names}. Choose one with --entry NAME."
+            )
+    if entry not in entries:
+        raise CheckpointMismatchError(
+            f"{printable_path(path)} has no weights called {printable(repr(entry))}; it has {names}."
+        )
+    return entry

@@ -27,7 +27,6 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
     own_all_but_weights,
     read_model,
-    rename_optimizers,
     weights_in,
     wrapper_paths,
 )
@@ -142,7 +141,6 @@ class PortableCheckpointIO(CheckpointIO):
                         f"code: trainer.{name}(model, ckpt_path={shown!r}, weights_only=False)",
                     )
                 raise
-            check_contents(content, path)
             checkpoint = own_all_but_weights(content, path)
         fitted: dict[str, Any] = self._fit_to_model(checkpoint, path)
         return fitted
@@ -229,7 +227,7 @@ class PortableCheckpointIO(CheckpointIO):
         if is_named(checkpoint.get("current_model_state")):
             fitted["current_model_state"] = fit.renamed(checkpoint["current_model_state"])
         if "optimizer_states" in checkpoint:
-            fitted["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
+            fitted["optimizer_states"] = plan.rename_optimizers(checkpoint["optimizer_states"])
         return fitted
 
 
@@ -268,5 +266,5 @@ def _cleaned(checkpoint: dict[str, Any], model: LightningModule) -> dict[str, An
             plan = RenamePlan(renames=clean_names(state, wrappers))
             portable[name] = plan.apply(state)
             if name == "state_dict" and "optimizer_states" in checkpoint:
-                portable["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
+                portable["optimizer_states"] = plan.rename_optimizers(checkpoint["optimizer_states"])
     return portable

@@ -14,7 +14,6 @@ import torch
 
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
-    check_contents,
     describe_content,
     is_lightning_checkpoint,
     is_named,
@@ -160,7 +159,6 @@ def load_from_checkpoint(
             f"load_from_checkpoint({model_class.__name__}, {printable_path(path)!r}, weights_only=False)",
         )
         raise
-    check_contents(content, path)
     checkpoint = as_lightning_checkpoint(own_all_but_weights(content, path), path, model_class)
     model = _build_module(model_class, checkpoint, path, hparams_file, kwargs)
     strict = model.strict_loading if strict is None else strict

@@ -21,7 +21,6 @@ A format with several files has
 """
 
 import contextlib
-import glob
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +33,7 @@ from lightning_gpu_tools.checkpoints.formats.other_programs import other_file, u
 from lightning_gpu_tools.checkpoints.key_tree import listed, shortened
 from lightning_gpu_tools.checkpoints.structure import SUFFIXES, Fault, Structure, any_error_is, damaged, faults_of
 from lightning_gpu_tools.errors import CheckpointNotFoundError
-from lightning_gpu_tools.files import local_copy
+from lightning_gpu_tools.files import local_copy, matching
 from lightning_gpu_tools.patches import collector_paused
 from lightning_gpu_tools.units import path_text, printable, printable_path
 
@@ -55,16 +54,16 @@ def checkpoint_at(path: str | os.PathLike[str]) -> str:
     """
     text = path_text(path)
     local = os.path.expanduser(text)
-    if "://" in text or not os.path.isdir(local) or _folder_format(_files_at(local)[1]):
+    if "://" in text or not os.path.isdir(local) or _files_at(local)[0]:
         return text
-    known = [file for file in (os.path.join(local, name) for name in _HUGGING_FACE) if os.path.isfile(file)]
-    for place in ("", "checkpoints", "version_*/checkpoints"):  # the others are those of Lightning's loggers
-        folder = os.path.join(glob.escape(local), place)
-        found = (file for suffix in SUFFIXES for file in glob.glob(os.path.join(folder, f"*{suffix}")))
-        files = sorted(filter(os.path.exists, found), reverse=True)
-        different = {os.path.realpath(file): file for file in files}  # last.ckpt may be a link
-        if known or len(different) == 1:
-            return checkpoint_at([*known, *different.values()][0])
+    for file in (os.path.join(local, name) for name in _HUGGING_FACE):
+        if os.path.isfile(file):
+            return file
+    for place in ("", "checkpoints/", "version_*/checkpoints/"):  # the others are those of Lightning's loggers
+        files = matching(local, *(f"{place}*{suffix}" for suffix in SUFFIXES))
+        different = {os.path.realpath(file): file for file in sorted(files, reverse=True)}  # last.ckpt may be a link
+        if len(different) == 1:
+            return checkpoint_at(min(files))
         if different:
             newest = sorted(different.values(), key=os.path.getmtime, reverse=True)
             advice = f"Use one of them, the newest first: {shortened([*map(printable_path, newest)])}"
@@ -101,31 +100,31 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
     if not os.path.isdir(local) and any(form.PART.fullmatch(name) for form in _modules(_FOLDERS)):
         advice = f"Use the folder with all files: {printable_path(os.path.dirname(path) or '.')}"
         raise Fault("is one of several files of a checkpoint", advice)
-    folder, names = _files_at(local)
-    form = _folder_format(names)
+    form, folder, names = _files_at(local)
     if form is None or not os.path.exists(local):
         return None
     structure: Structure = form.describe_folder(Folder(folder, names, stack, to_load))
     return replace(structure, path=path)
 
 
-def _files_at(path: str) -> tuple[str, set[str]]:
-    """Return the folder that a local folder or index leads to, and the names of its files; none for other files."""
+def _files_at(path: str) -> tuple[Any, str, set[str]]:
+    """Return the format of a local folder or index, the folder that it leads to, and the names of the files there.
+
+    The format is ``None`` for a file, and for files that are no checkpoint together.
+    """
     folder, name = os.path.split(path)
-    if not os.path.isdir(path):
-        return folder, {name} if INDEX.fullmatch(name) else set()
-    latest = os.path.join(path, "latest")  # in which DeepSpeed writes the name of the folder with its files
-    if os.path.isfile(latest):
-        with open(latest, encoding="utf-8", errors="replace") as file:
-            tag = file.read(1000).strip()
-        if is_plain_name(tag) and os.path.isdir(os.path.join(path, tag)):
-            path = os.path.join(path, tag)
-    return path, set(os.listdir(path))
-
-
-def _folder_format(names: set[str]) -> Any:
-    """Return the module of the format that files with these names have; ``None`` if they are no checkpoint together."""
-    return next((form for form in _modules(_FOLDERS) if any(map(form.FILES.fullmatch, names))), None)
+    names = {name} if INDEX.fullmatch(name) else set()
+    if os.path.isdir(path):
+        folder = path
+        latest = os.path.join(path, "latest")  # in which DeepSpeed writes the name of the folder with its files
+        if os.path.isfile(latest):
+            with open(latest, encoding="utf-8", errors="replace") as file:
+                tag = file.read(1000).strip()
+            if is_plain_name(tag) and os.path.isdir(os.path.join(path, tag)):
+                folder = os.path.join(path, tag)
+        names = set(os.listdir(folder))
+    form = next((form for form in _modules(_FOLDERS) if any(map(form.FILES.fullmatch, names))), None)
+    return form, folder, names
 
 
 def _modules(names: Sequence[str]) -> list[Any]:

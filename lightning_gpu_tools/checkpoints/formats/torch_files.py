@@ -47,17 +47,8 @@ def _describe_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         if not 0 <= numbers.size_bytes - storage.size_bytes < BYTES_OF_DTYPE[storage.dtype]:
             raise ValueError("a record whose length does not match its storage")
         places[key] = numbers.start
-    return Structure(
-        file,
-        path,
-        size_bytes,
-        "zip",
-        content,
-        reader.globals,
-        {storage.location for storage in reader.storages.values()},
-        records=records,
-        places=places,
-    )
+    devices = {storage.location for storage in reader.storages.values()}
+    return Structure(file, path, size_bytes, "zip", content, reader.globals, devices, records=records, places=places)
 
 
 def _read_records(file: BinaryIO, path: str, size_bytes: int) -> dict[str, Record]:
