@@ -149,6 +149,30 @@ def in_shell(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]
     return run
 
 
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``call("pick", "-n", "1")``: a command in this process, which saves the start of another one."""
+    from lightning_gpu_tools.cli import main
+
+    def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+        try:
+            code = main([*arguments])
+        except SystemExit as end:  # argparse
+            code = int(end.code or 0)
+        return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
+
+    return run_here
+
+
+@pytest.fixture
+def run(call: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., tuple[int, str, str]]:
+    def run_checkpoint(*arguments: object) -> tuple[int, str, str]:
+        answer = call("checkpoint", *map(str, arguments))
+        return answer.returncode, answer.stdout, answer.stderr
+
+    return run_checkpoint
+
+
 @pytest.fixture(autouse=True)
 def no_claim_is_left() -> Iterator[None]:
     """Release the claims of a test, such as those of a Trainer's accelerator, which last as long as this process."""

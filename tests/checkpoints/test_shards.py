@@ -17,7 +17,6 @@ from torch import nn
 from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.formats import read_structure
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, verify_checkpoint
-from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 
 
@@ -66,15 +65,6 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
     "DeepSpeed ZeRO 3": zero(3),
     "Lightning's DeepSpeed": zero(3, more=LIGHTNING),
 }
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        code = main(["checkpoint", *map(str, arguments)])
-        return code, *capsys.readouterr()
-
-    return call
 
 
 Run = Callable[..., tuple[int, str, str]]

@@ -106,3 +106,50 @@ def test_engines_are_known_by_name(tmp_path: Path) -> None:
     report = load_weights(DeepSpeedEngine(target), tmp_path / "a.pt")
     assert report.renamed == {"0.weight": "module.0.weight", "0.bias": "module.0.bias"}
     assert torch.equal(source[0].weight, target[0].weight)
+
+
+class Embedding(nn.Module):
+    """A model that keeps its positions, in its older version also in its ``state_dict()``."""
+
+    def __init__(self, *, saves: bool, dtype: torch.dtype = torch.int64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.register_buffer(
+            "positions", torch.arange(8)[None].to(dtype) * (0.1 if dtype.is_floating_point else 1), persistent=saves
+        )
+
+
+@pytest.mark.parametrize("wrap", [lambda net: net, nn.DataParallel, AveragedModel, lambda net: nn.Sequential(net)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_a_buffer_no_longer_saved_is_accepted(wrap: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    source = Embedding(saves=True, dtype=dtype)
+    if dtype.is_floating_point:
+        source = source.half()
+    torch.save(nn.DataParallel(source).state_dict(), tmp_path / "a.pt")
+    model = wrap(Embedding(saves=False, dtype=dtype))
+    report = load_weights(model, tmp_path / "a.pt")
+    assert report.buffers == ("module.positions",)
+    assert "equal to buffers that the model does not save: module.positions" in str(report)
+    assert (report.unexpected, len(report.loaded)) == ((), 1)
+    assert torch.equal(next(model.parameters()), source.embed.weight.float())
+
+
+def test_such_a_buffer_may_be_in_a_part_of_the_file(tmp_path: Path) -> None:
+    source = nn.ModuleList([Embedding(saves=True), Embedding(saves=False)])
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    report = load_weights(nn.ModuleList([Embedding(saves=False), Embedding(saves=False)]), tmp_path / "a.pt")
+    assert (report.buffers, report.kept, len(report.loaded)) == (("0.positions",), (), 2)
+
+
+@pytest.mark.follows("To keep the model's numbers, use strict=False")
+def test_other_numbers_in_such_a_buffer_are_refused(tmp_path: Path) -> None:
+    source, model = Embedding(saves=True), Embedding(saves=False)
+    source.positions += 1
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    words = r"The model does not save positions \(persistent=False\), and has other numbers there.* use strict=False"
+    with pytest.raises(CheckpointMismatchError, match=words):
+        load_weights(model, tmp_path / "a.pt")
+    report = load_weights(model, tmp_path / "a.pt", strict=False)
+    assert (report.unexpected, report.buffers) == (("positions",), ())
+    assert torch.equal(model.embed.weight, source.embed.weight)
+    assert model.positions.tolist() == [[*range(8)]]
