@@ -44,30 +44,6 @@ from lightning_gpu_tools import ExactResume, NumWorkersFinder
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.loaders import plan
 
-LOADERS: dict[str, Callable[[], Any]] = {
-    "persistent": partial(plain, shuffle=True, num_workers=2, persistent_workers=True),
-    "sampler and workers": lambda: plain(sampler=Shuffled(), num_workers=2),
-    "sampler with a generator": lambda: plain(sampler=OwnGenerator(np.random.default_rng(3))),
-    "batch sampler": lambda: DataLoader(Photos(), batch_sampler=BatchSampler(RandomSampler(Photos()), BATCH, False)),
-    "several": lambda: {"few": plain(partial(Photos, 8), shuffle=True), "many": plain(shuffle=True, num_workers=1)},
-}
-
-
-@pytest.mark.parametrize("name", LOADERS)
-def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path, name: str) -> None:
-    check(tmp_path, lambda: Model(LOADERS[name]), [random.Random(name).randrange(14, 26)])
-
-
-OPTIONS: dict[str, Any] = {
-    "within epochs": {"val_check_interval": 6, "accumulate_grad_batches": 3},
-    "reloaded": {"limit_train_batches": 10, "reload_dataloaders_every_n_epochs": 1},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_validation_and_options_of_the_trainer_make_no_difference(tmp_path: Path, name: str) -> None:
-    check(tmp_path, validated, [6, 16], **OPTIONS[name])
-
 
 class Positioned:
     """A loader of one's own that keeps its position, without random numbers."""
@@ -91,12 +67,30 @@ class Positioned:
         self.batches = state_dict["batches"]
 
 
-def test_what_steps_draw_is_the_same_with_a_loader_that_keeps_its_own_position(tmp_path: Path) -> None:
-    check(tmp_path, lambda: Model(Positioned), [20])
+LOADERS: dict[str, Callable[[], Any]] = {
+    "persistent": partial(plain, shuffle=True, num_workers=2, persistent_workers=True),
+    "sampler and workers": lambda: plain(sampler=Shuffled(), num_workers=2),
+    "sampler with a generator": lambda: plain(sampler=OwnGenerator(np.random.default_rng(3))),
+    "batch sampler": lambda: DataLoader(Photos(), batch_sampler=BatchSampler(RandomSampler(Photos()), BATCH, False)),
+    "several": lambda: {"few": plain(partial(Photos, 8), shuffle=True), "many": plain(shuffle=True, num_workers=1)},
+    "own position": Positioned,
+}
 
 
-def test_manual_optimization_makes_no_difference(tmp_path: Path) -> None:
-    check(tmp_path, lambda: Manual(plain), [20])
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path, name: str) -> None:
+    check(tmp_path, lambda: Model(LOADERS[name]), [random.Random(name).randrange(14, 26)])
+
+
+OPTIONS: dict[str, Any] = {
+    "within epochs": {"val_check_interval": 6, "accumulate_grad_batches": 3},
+    "reloaded": {"limit_train_batches": 10, "reload_dataloaders_every_n_epochs": 1},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_validation_and_options_of_the_trainer_make_no_difference(tmp_path: Path, name: str) -> None:
+    check(tmp_path, validated, [6, 16], **OPTIONS[name])
 
 
 class ByMetric(Model):
@@ -105,8 +99,9 @@ class ByMetric(Model):
     monitor = "mean"
 
 
-def test_a_torchmetric_goes_on_in_its_epoch_and_at_its_end(tmp_path: Path) -> None:
-    check(tmp_path, lambda: ByMetric(plain), [9, 13])
+@pytest.mark.parametrize("kind", [Manual, ByMetric])
+def test_what_a_module_does_is_kept(tmp_path: Path, kind: type[Model]) -> None:
+    check(tmp_path, lambda: kind(plain), [9, 13, 20])  # within its epochs, and at an end
 
 
 class Unfreezing(BaseFinetuning):
@@ -237,12 +232,20 @@ class Averaged(Model):
         pass
 
 
+class Searching(Unscheduled):
+    lr = 0.02
+
+    def configure_callbacks(self) -> Any:
+        return [LearningRateFinder(num_training_steps=12)]
+
+
 INEXACT = {
     "Stream is iterated in a way of its own, and its loader has no": lambda: Model(partial(plain, Stream)),
     "come in any order": lambda: Model(partial(plain, num_workers=1, in_order=False)),
     r"Cached\.rng is a separate random generator": lambda: Model(partial(plain, Cached)),
     "Photos is iterated in a way of its own": lambda: Model(lambda: Own(Photos())),
     r"Averaged\.on_train_batch_end runs after ModelCheckpoint": lambda: Averaged(plain),
+    "LearningRateFinder searches again": lambda: Searching(plain),
 }
 
 
@@ -250,14 +253,6 @@ INEXACT = {
 def test_what_cannot_be_exact_is_said_before_the_first_step(tmp_path: Path, sentence: str) -> None:
     with pytest.warns(UserWarning, match=sentence), pytest.raises(RuntimeError, match="killed"):
         train(tmp_path, INEXACT[sentence](), 7, more=[Kill(0)])
-
-
-def test_a_callback_with_which_a_run_is_not_exact_is_named(tmp_path: Path) -> None:
-    model = Unscheduled(plain)
-    model.lr = 0.02  # type: ignore[assignment]
-    said = "LearningRateFinder searches again"
-    with pytest.warns(UserWarning, match=said), pytest.raises(RuntimeError, match="killed"):
-        train(tmp_path, model, 7, more=[LearningRateFinder(num_training_steps=12), Kill(0)])
 
 
 @pytest.mark.follows("Remove that option.")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
-from trainings import HandClock, Model, quiet_trainer
+from trainings import HandClock, Model, Samples, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor
 from lightning_gpu_tools.runs import run_recorder, session
@@ -73,18 +73,10 @@ class Steady(Model):
         return loss
 
 
-class Rows(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return STEPS
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(4)
-
-
 def fit(folder: Path, model: Model, *callbacks: Callback, loader: DataLoader[Any] | None = None) -> Finding | None:
     advisor = GPUUtilizationAdvisor(min_seconds=0.001)
     trainer = quiet_trainer(folder, callbacks=[*callbacks, advisor, Reading(advisor)])
-    trainer.fit(model, loader or DataLoader(Rows()))
+    trainer.fit(model, loader or DataLoader(Samples(STEPS)))
     assert advisor.diagnosis is not None
     return next((one for one in advisor.diagnosis.findings if one.cause == "slowing_down"), None)
 
