@@ -1,11 +1,11 @@
-"""Advice on loaders that cannot simply have workers, followed: the text of a real report is done, and it holds."""
+"""Advice on loaders, followed: the text of a real report is done, and it holds."""
 
 import importlib
 import multiprocessing
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,14 @@ import pytest
 import torch
 from advised import code_in, diagnosed, settings_in
 from loader_switching import shorten_trials
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from own_loops import Network
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from tqdm import tqdm
 from trainings import Model, Samples, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationMonitor, NumWorkersFinder, find_loader_settings, watch
-from lightning_gpu_tools.types import LoaderResult
+from lightning_gpu_tools import GPUUtilizationMonitor, NumWorkersFinder, find_loader_settings, load_report, watch
+from lightning_gpu_tools.training import line_sampler
+from lightning_gpu_tools.types import Finding, LoaderResult, TrainingWatch
 
 # A batch takes six times as long as a step.
 LOAD_S, STEP_S, BATCHES = 0.024, 0.004, 48
@@ -29,7 +32,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.fixture(autouse=True)
-def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sample many lines, and try few settings."""
+    monkeypatch.setattr(line_sampler, "MEAN_S", 1 / 200)
     shorten_trials(monkeypatch.setattr)
 
 
@@ -40,9 +45,10 @@ class Counting(Model):
         super().__init__(time.sleep, STEP_S)
         self.seen: Counter[int] = Counter()
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.seen.update(int(row[0]) for row in batch.reshape(-1, 4))
-        return super().training_step(batch.float(), batch_idx)
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows = (batch if isinstance(batch, torch.Tensor) else batch[0]).reshape(-1, 4).float()
+        self.seen.update(rows[:, 0].int().tolist())
+        return super().training_step(rows, batch_idx)
 
 
 def trained(folder: Path, loader: Any, *callbacks: Any, **options: Any) -> Counter[int]:
@@ -57,6 +63,10 @@ def found_by_finder(folder: Path, loader: Any) -> LoaderResult:
     trained(folder, loader, finder, max_epochs=1)
     assert finder.result is not None
     return finder.result
+
+
+def slow_loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Samples(BATCHES, time.sleep, LOAD_S), **options)
 
 
 def a_row(number: int) -> torch.Tensor:
@@ -201,21 +211,16 @@ def webdataset_of(folder: Path, shards: int, *stages: Callable[[Any], Any]) -> A
     )
 
 
-@pytest.mark.follows("Add webdataset.split_by_worker to its pipeline")
-def test_a_webdataset_split_by_worker_yields_each_sample_once(tmp_path: Path) -> None:
+@pytest.mark.follows("Add webdataset.split_by_worker to its pipeline", "Store the data in more shards.")
+def test_a_webdataset_is_split_by_worker_and_has_a_shard_for_each(tmp_path: Path) -> None:
     advice = diagnosed(tmp_path, Counting(), DataLoader(webdataset_of(tmp_path, 8), batch_size=None)).advice
     package, _, name = code_in(advice, r"Add ([\w.]+) to its pipeline, after the list of shards").partition(".")
     stage = getattr(importlib.import_module(package), name)
     followed = DataLoader(webdataset_of(tmp_path, 8, stage), batch_size=None, **settings_in(advice))
     assert trained(tmp_path, followed, max_epochs=1) == ALL
-
-
-@pytest.mark.follows("Store the data in more shards.")
-def test_as_many_workers_as_shards_are_advised_until_there_are_more(tmp_path: Path) -> None:
-    wds = pytest.importorskip("webdataset")
     needed = {}
     for shards in (1, 16):
-        dataset = webdataset_of(tmp_path, shards, wds.split_by_worker)
+        dataset = webdataset_of(tmp_path, shards, stage)
         advice = diagnosed(tmp_path, Counting(), DataLoader(dataset, batch_size=None)).advice
         needed[shards] = settings_in(advice)["num_workers"]
         assert ("the dataset has 1 shard, and a worker needs its own." in advice) == (shards == 1)
@@ -231,7 +236,7 @@ def measured_loop(folder: str, options: dict[str, Any]) -> None:
     """Load with a loop in a child process, and leave the advice, or the samples seen, in a file."""
     seen = Counter[int]()
     with watch(folder=folder, min_steps=10, min_seconds=0) as run:
-        for batch in run.batches(DataLoader(Samples(BATCHES, time.sleep, LOAD_S), **options)):
+        for batch in run.batches(slow_loader(**options)):
             seen.update(int(row[0]) for row in batch)
             time.sleep(STEP_S)
     assert run.diagnosis is not None
@@ -266,3 +271,96 @@ def test_a_process_that_is_not_daemonic_may_start_workers(tmp_path: Path) -> Non
     with getattr(importlib.import_module(module), kind)(1) as executor:
         executor.submit(measured_loop, *arguments).result()
     assert eval((tmp_path / "said").read_text())[1]
+
+
+# Several loaders
+
+
+class OfSeveral(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch["real"], batch_idx)
+
+
+@pytest.mark.follows("DataLoader(..., {}) (now {})", " for the loader")
+def test_the_slow_loader_of_a_trainer_is_named_and_gets_workers(tmp_path: Path) -> None:
+    loaders = {"noise": DataLoader(Samples(BATCHES)), "real": slow_loader()}
+    found = diagnosed(tmp_path, OfSeveral(time.sleep, STEP_S), loaders)
+    before = load_report(tmp_path).diagnosis.waiting_share
+    key, dataset = re.search(r'for the loader "(\w+)" \((\w+)\)', found.advice).groups()  # type: ignore[union-attr]
+    assert found.evidence["loader"] == f'"{key}"'
+    assert type(loaders[key].dataset).__name__ == dataset == "Samples"
+    loaders[key] = slow_loader(**settings_in(found.advice))
+    quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()]).fit(OfSeveral(time.sleep, STEP_S), loaders)
+    after = load_report(tmp_path).diagnosis.waiting_share
+    assert before is not None
+    assert after is not None
+    assert after < before  # on a busy machine, workers wait for cores, too
+
+
+# Loops
+
+
+def measured(folder: Path, batches: Callable[[TrainingWatch], Iterable[Any]]) -> Finding:
+    network = Network(time.sleep, STEP_S / 0.1)
+    with watch(folder=str(folder), min_steps=10, min_seconds=0) as run:
+        for batch in batches(run):
+            while not isinstance(batch, torch.Tensor):
+                batch = batch[-1]
+            network.step(batch)
+    assert run.diagnosis is not None
+    return next(one for one in run.diagnosis.findings if one.cause == "data_loading")
+
+
+@pytest.mark.follows(" finds them.")
+def test_a_wrapped_loader_gets_the_settings_of_the_loader_itself(tmp_path: Path) -> None:
+    found = measured(tmp_path, lambda run: run.batches(tqdm(slow_loader(), disable=True)))
+    assert found.evidence["kind"] == "too_few_workers"
+    assert found.evidence["num_workers"] == 0
+    workers = settings_in(found.advice)["num_workers"]
+    after = measured_again(tmp_path, lambda run: run.batches(slow_loader(num_workers=workers)))
+    assert after is None or after.share < found.share
+    assert load_report(tmp_path).settings["dataset"] == "Samples"
+    call = code_in(found.advice, r"(\w+\(loader, step_time_s=)\.\.\.\) finds them")
+    result = eval(
+        f"{call}{STEP_S}, budget_s=20)", {"loader": slow_loader(), "find_loader_settings": find_loader_settings}
+    )
+    assert result.settings.num_workers > 1
+
+
+def measured_again(folder: Path, batches: Callable[[TrainingWatch], Iterable[Any]]) -> Finding | None:
+    try:
+        return measured(folder, batches)
+    except StopIteration:  # training no longer waits
+        return None
+
+
+@pytest.mark.follows("watch() sees no DataLoader inside of this ", "enumerate(run.batches(loader)), not")
+def test_a_hidden_loader_gets_settings_once_passed_directly(tmp_path: Path) -> None:
+    found = measured(tmp_path, lambda run: run.batches(enumerate(slow_loader())))
+    assert "watch() sees no DataLoader inside of this enumerate." in found.advice
+    code = code_in(found.advice, r"enumerate\(run\.batches\(loader\)\)")
+    after = measured(tmp_path, lambda run: eval(code, {"run": run, "loader": slow_loader()}))
+    assert settings_in(after.advice)["num_workers"] > 1
+
+
+# Samples in memory that are fetched one by one
+
+ROWS, BATCH = 40_000, 1000
+TABLE = torch.arange(ROWS).repeat(4, 1).T.contiguous().float()
+
+
+class AtOnce(TensorDataset):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self[indices]
+
+
+@pytest.mark.follows("Give the dataset a method `__getitems__(self, indices)`")
+def test_cheap_samples_are_fetched_at_once_as_advised(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, Counting(), DataLoader(TensorDataset(TABLE), batch_size=BATCH), max_epochs=4)
+    if found.evidence["load_cpu_ms_per_batch"] < 0.6 * found.evidence["load_ms_per_batch"]:
+        pytest.skip("other programs take the cores")
+    assert found.evidence["kind"] == "cpu_bound"
+    assert hasattr(AtOnce, code_in(found.advice, r"`(\w+)\(self, indices\)`"))
+    option = code_in(found.advice, r"the loader a (\w+) that returns it unchanged")
+    followed = DataLoader(AtOnce(TABLE), batch_size=BATCH, **{option: lambda batch: batch})
+    assert trained(tmp_path, followed, max_epochs=1) == Counter(range(ROWS))
