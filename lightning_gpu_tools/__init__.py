@@ -49,15 +49,12 @@ __all__ = ["__version__", *_MODULE_OF]
 
 
 def _on_first_use(module: str, name: str, module_of: dict[str, str]) -> object:
-    """Import a name from a submodule, and cache it in the requesting module."""
+    """Import a name from a submodule."""
     if name not in module_of:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    import importlib
-    import sys
+    from importlib import import_module
 
-    value = getattr(importlib.import_module(f"{__name__}.{module_of[name]}"), name)
-    setattr(sys.modules[module], name, value)
-    return value
+    return getattr(import_module(f"{__name__}.{module_of[name]}"), name)
 
 
 def __getattr__(name: str) -> object:

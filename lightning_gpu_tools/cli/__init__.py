@@ -1,4 +1,4 @@
-"""The command ``lightning-gpu-tools``: one module per subcommand, each with ``add_arguments(parser)``.
+"""The command ``lightning-gpu-tools``: one module per subcommand, with ``add_arguments(parser)`` and ``run(args)``.
 
 Only the module of the called command is imported, and none imports torch, lightning, pynvml or rich before it has to.
 So ``pick`` in a shell script costs little more than starting Python.
@@ -103,8 +103,9 @@ def parser(called: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser
     for name in called or COMMANDS:
         command = commands.add_parser(name, help=COMMANDS[name])
         if called:
-            importlib.import_module(f"lightning_gpu_tools.cli.{name.replace('-', '_')}").add_arguments(command)
-            command.set_defaults(parser=command)
+            module = importlib.import_module(f"lightning_gpu_tools.cli.{name.replace('-', '_')}")
+            module.add_arguments(command)
+            command.set_defaults(parser=command, run=module.run)
     return made
 
 

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     inspect.add_argument("file", metavar="FILE", help=_ANY)
     inspect.add_argument("--json", action="store_true", help="print JSON (sizes in bytes, null = unknown)")
-    inspect.set_defaults(run=_inspect)
+    inspect.set_defaults(action=_inspect)
 
     verify = actions.add_parser(
         "verify",
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog=_EXIT_CODES,
     )
     verify.add_argument("file", metavar="FILE", help=_ANY)
-    verify.set_defaults(run=_verify)
+    verify.set_defaults(action=_verify)
 
     convert = actions.add_parser(
         "convert",
@@ -76,14 +76,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("--add-root", metavar="NAME.", default="", help="add this prefix to every key")
     convert.add_argument("--weights", action="store_true", help="write only the weights")
     convert.add_argument("--force", action="store_true", help="overwrite TARGET")
-    convert.set_defaults(run=_convert)
+    convert.set_defaults(action=_convert)
 
 
 @collector_paused()
-def _inspect(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the action."""
+    args.action(args)
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> None:
     structure = formats.read_structure(args.file)
     print(_as_json(structure) if args.json else "\n".join(_describe(structure)))
-    return 0
 
 
 def _as_json(structure: Structure) -> str:
@@ -168,8 +173,7 @@ def _facts(info: Any) -> tuple[str, str, int | None, int | None]:
     return shown_shape(info.shape), dtype, numel, numel * item_bytes if is_known else None
 
 
-@collector_paused()
-def _verify(args: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace) -> None:
     from lightning_gpu_tools.checkpoints.reading import verify_checkpoint
 
     start = time.monotonic()
@@ -180,11 +184,9 @@ def _verify(args: argparse.Namespace) -> int:
     size, took = format_bytes(structure.size_bytes), format_duration(time.monotonic() - start)
     note = f"; {describe_unread(unread)}" if unread else ""
     print(f"{printable_path(args.file)}: {sound}, {size} in {took}{note}")
-    return 0
 
 
-@collector_paused()
-def _convert(args: argparse.Namespace) -> int:
+def _convert(args: argparse.Namespace) -> None:
     if not args.target.endswith(SUFFIXES):
         args.parser.error(f"argument TARGET: {printable_path(args.target)} must end in {', '.join(SUFFIXES)}")
     if exists(args.target) and not args.force:
@@ -192,7 +194,7 @@ def _convert(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.key_renaming import as_root
     from lightning_gpu_tools.checkpoints.writing import convert
 
-    result = convert(
+    summary = convert(
         args.source,
         args.target,
         entry=args.entry,
@@ -200,5 +202,4 @@ def _convert(args: argparse.Namespace) -> int:
         add_root=as_root(args.add_root),
         weights_only=args.weights,
     )
-    print(result)
-    return 0
+    print(summary)

@@ -46,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="cause or kind from gpu_report.json, such as data_loading or io_bound (default: list all causes)",
     )
-    parser.set_defaults(run=run, usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         if args.cause in (name, *(variant.kind for variant in cause.variants))
     ]
     if not found:
-        args.usage_error(f'no cause is named "{args.cause}". Run explain without an argument to list all causes.')
+        args.parser.error(f'no cause is named "{args.cause}". Run explain without an argument to list all causes.')
     print("\n\n\n".join(found))
     return 0
 

@@ -55,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     output.add_argument("--watch", action="store_true", help="Refresh the table until you press Ctrl-C.")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

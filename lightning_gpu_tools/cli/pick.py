@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="uuid: comma-separated UUIDs, best first (default). env: CUDA_VISIBLE_DEVICES=UUIDS. json: an object with "
         "`cuda_visible_devices`, `uuids`, `min_free_bytes` and `gpus` (readings in bytes and percent).",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +69,6 @@ def add_requirements(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--exclusive", action="store_true", help=OPTIONS["exclusive"])
     group.add_argument("--name", metavar="PART", help=OPTIONS["name"])
     group.add_argument("--wait", metavar="TIME", help=OPTIONS["wait"])
-    parser.set_defaults(parser=parser)
 
 
 def percent(text: str) -> float:

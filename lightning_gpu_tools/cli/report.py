@@ -55,18 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="text",
         help="output format; redirect html, for one report, to a file and open it in a browser (default: %(default)s)",
     )
-    parser.set_defaults(run=run, usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report or the comparison."""
     if args.against is not None and (args.full or args.format == "html"):
-        args.usage_error("--full and --format html work only for one report")
+        args.parser.error("--full and --format html work only for one report")
     if args.max_slowdown is not None and args.against is None:
-        args.usage_error("--max-slowdown needs --against OLD")
+        args.parser.error("--max-slowdown needs --against OLD")
     max_slowdown = args.max_slowdown or 0.0
     if not 0 <= max_slowdown < math.inf:
-        args.usage_error(f"--max-slowdown must be at least 0%, got {max_slowdown:g}%")
+        args.parser.error(f"--max-slowdown must be at least 0%, got {max_slowdown:g}%")
     if args.against is None:
         report = load_report(_found(args.file))
         if args.format == "html":

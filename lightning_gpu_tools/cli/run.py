@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "A shell command in LIGHTNING_GPU_TOOLS_NOTIFY runs when training ends, fails or hangs.",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="The command and its arguments.")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
