@@ -15,16 +15,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from lightning_gpu_tools.dry_run.result import (
-    LOCK,
-    NCCL_BYTES,
-    PLAN,
-    RECORD,
-    VARIABLE,
-    ProcessRecord,
-    certain_bytes,
-    context_bytes,
-)
+from lightning_gpu_tools.dry_run import result
+from lightning_gpu_tools.dry_run.result import PLAN, RECORD, VARIABLE, ProcessRecord
 from lightning_gpu_tools.files import scratch_prefix
 from lightning_gpu_tools.simulated import Machine
 
@@ -61,12 +53,12 @@ def run(
     with tempfile.TemporaryDirectory(prefix=scratch_prefix(), ignore_cleanup_errors=True) as name, ExitStack() as stack:
         folder = Path(name)
         # The kernel releases the lock when this process ends. The processes of the command wait for that, and then end.
-        lock = stack.enter_context((folder / LOCK).open("w"))
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        plan = stack.enter_context((folder / PLAN).open("w"))
+        fcntl.flock(plan, fcntl.LOCK_EX)
+        print(json.dumps([steps, result.certain_bytes(gpu) - result.context_bytes(gpu, count)]), file=plan, flush=True)
         machine = Machine(folder / "machine", [gpu] * count, times_memory=times_memory, times_speed=_TIMES_SPEED)
         for number in range(count if count > 1 else 0):
-            machine.occupy(number, NCCL_BYTES)
-        (folder / PLAN).write_text(json.dumps([steps, certain_bytes(gpu) - context_bytes(gpu, count)]))
+            machine.occupy(number, result.NCCL_BYTES)
         environ = {
             **os.environ,
             VARIABLE: name,

@@ -30,7 +30,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
-from lightning_gpu_tools.dry_run.result import LOCK, PLAN, RECORD, Moment, ProcessRecord
+from lightning_gpu_tools.dry_run.result import PLAN, RECORD, Moment, ProcessRecord
 from lightning_gpu_tools.loaders.settings import batch_shape
 from lightning_gpu_tools.memory.blocks import (
     MemoryRecorder,
@@ -68,8 +68,7 @@ class Recorder:
         self._pid = os.getpid()
         self._memory = MemoryRecorder()
         self._gpus: dict[int, _Gpu] = {}
-        self._optimizers: dict[int, torch.optim.Optimizer] = {}  # by id; kept alive, so that no other gets the id
-        self._counts: Counter[int] = Counter()
+        self._counts: Counter[torch.optim.Optimizer] = Counter()  # of their steps
         self._in_step = self._is_mixed = False
         self._record = ProcessRecord(torch=os.path.dirname(os.path.abspath(torch.__file__)))
 
@@ -116,8 +115,8 @@ class Recorder:
         return call
 
     def _end_with_the_dry_run(self) -> None:
-        with open(self._folder / LOCK) as file:
-            fcntl.flock(file, fcntl.LOCK_SH)  # blocks until the dry run ends, even if it is killed
+        with open(self._folder / PLAN) as plan:
+            fcntl.flock(plan, fcntl.LOCK_SH)  # blocks until the dry run ends, even if it is killed
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(1)
 
@@ -161,9 +160,8 @@ class Recorder:
             self._is_mixed |= torch.is_autocast_enabled("cuda")
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._optimizers[id(optimizer)] = optimizer
-        self._counts[id(optimizer)] += 1
-        if self._counts[id(optimizer)] <= self._record.steps:  # another optimizer in the same step
+        self._counts[optimizer] += 1
+        if self._counts[optimizer] <= self._record.steps:  # another optimizer in the same step
             return
         self._record.steps += 1
         if _uses_cuda():
@@ -197,13 +195,11 @@ class Recorder:
         """Read the memory of all GPUs, and its changes since the last reading."""
         modules = [module for module in gc.get_objects() if issubclass(type(module), torch.nn.Module)]
         weights = [weight for module in modules for weight in module.parameters(recurse=False)]
-        weights += [
-            w for optimizer in self._optimizers.values() for group in optimizer.param_groups for w in group["params"]
-        ]
+        weights += [weight for one in self._counts for group in one.param_groups for weight in group["params"]]
         names = _names(
             parameters=weights,
             gradients=[weight.grad for weight in weights if weight.grad is not None],
-            optimizer_states=[[*optimizer.state.values()] for optimizer in self._optimizers.values()],
+            optimizer_states=[[*one.state.values()] for one in self._counts],
             buffers=[[*module.buffers(recurse=False)] for module in modules],
         )
         self._record.has_convolutions = any(isinstance(module, _CUDNN_MODULES) for module in modules)
@@ -223,7 +219,7 @@ class Recorder:
         record = self._record
         record.outcome = outcome
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            record.world_size, record.rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+            record.world_size = torch.distributed.get_world_size()
         record.uses_gpu = _uses_cuda()
         # The number of masks whose elements the simulated GPUs have counted.
         record.masks = ctypes.c_long.in_dll(ctypes.CDLL(None), "simulated_cuda_masks").value > 0

@@ -13,7 +13,7 @@ from lightning_gpu_tools.units import format_bytes, plural
 
 # The environment variable with the folder of the dry run, and file names in this folder.
 VARIABLE = "LIGHTNING_GPU_TOOLS_DRY_RUN"
-PLAN, LOCK, RECORD = "plan.json", "lock", "record-{}.json"
+PLAN, RECORD = "plan.json", "record-{}.json"
 
 SCHEMA_VERSION = 1
 NCCL_BYTES = 700 * 2**20  # measured with more than two A100s: nccl issue 964
@@ -53,7 +53,6 @@ class ProcessRecord:
     error: str = ""  # that ended the process: "KeyError: 'x'"; empty if there was none or it is unknown
     steps: int = 0  # completed optimizer steps
     world_size: int = 1
-    rank: int = 0
     uses_gpu: bool = False  # it started CUDA
     batch_size: int | None = None  # first dimension of the first tensor that the model received; of a list, its length
     peak_allocated_bytes: int = 0  # of tensors, on the GPU where this is highest
