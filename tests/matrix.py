@@ -60,7 +60,8 @@ def run(torch: str, lightning: str, python: str, folder: Path) -> dict[str, Any]
         pytest = [executable, "-m", "pytest", "-q", "-o", f"cache_dir={folder / 'cache'}", f"--junitxml={file}"]
         pytest += ["--ignore=tests/test_docs.py"]  # which compares README with the results that this script changes
         subprocess.run([*pytest, *options], cwd=ROOT, env=environment, check=False)
-        return {f"{case.get('classname')}::{case.get('name')}": outcome(case) for case in cases(file)}
+        cases = ElementTree.parse(file).iter("testcase")
+        return {f"{case.get('classname')}::{case.get('name')}": outcome(case) for case in cases}
 
     begin_s = time.monotonic()
     first = outcomes("-n", "logical")
@@ -79,10 +80,6 @@ def run(torch: str, lightning: str, python: str, folder: Path) -> dict[str, Any]
         "passed_when_repeated": sorted(failed - failed_again),
         "skipped_because": dict(skipped),
     }
-
-
-def cases(file: Path) -> list[ElementTree.Element]:
-    return [*ElementTree.parse(file).iter("testcase")]
 
 
 def outcome(case: ElementTree.Element) -> tuple[str, str]:

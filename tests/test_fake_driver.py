@@ -18,10 +18,6 @@ def machine(driver):
     return driver
 
 
-def handle(index: int = 0):
-    return pynvml.nvmlDeviceGetHandleByIndex(index)
-
-
 @pytest.mark.parametrize("check", nvml_contract.CHECKS)
 def test_fake_keeps_the_contract_of_the_real_driver(machine, check):
     machine.gpus = [

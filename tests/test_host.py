@@ -50,25 +50,23 @@ def test_the_tightest_limit_up_to_the_root_applies(cgroup) -> None:
     }
     cgroup("0::/slurm/job/step\n", files)
     budget = read_host_budget(local_ranks=4)
-    assert (budget.cores, budget.local_ranks) == (0.25, 4)
-    assert budget.memory_available_bytes == 4097  # cached files count as available
+    # Cached files count as available.
+    assert (budget.cores, budget.local_ranks, budget.memory_available_bytes) == (0.25, 4, 4097)
     cgroup("0::/\n", {"cpu.max": "max 100000\n", "memory.max": "max\n", "memory.current": "5\n"})
     assert read_host_budget().cores == affinity_cores() == len(os.sched_getaffinity(0))
 
 
 def test_cgroups_of_version_1_are_read(cgroup) -> None:
-    membership = "7:cpu,cpuacct:/docker/abc\n5:memory:/docker/abc\n2:freezer:/\n"
     files = {
-        "cpu,cpuacct/docker/abc/cpu.cfs_quota_us": "75000\n",
-        "cpu,cpuacct/docker/abc/cpu.cfs_period_us": "100000\n",
-        "memory/docker/abc/memory.limit_in_bytes": f"{2**20}\n",
-        "memory/docker/abc/memory.usage_in_bytes": f"{2**20 - 1}\n",
-        "memory/docker/abc/memory.stat": "anon 5\ninactive_file 1\ntotal_inactive_file 4096\n",
+        "cpu,cpuacct/docker/cpu.cfs_quota_us": "75000\n",
+        "cpu,cpuacct/docker/cpu.cfs_period_us": "100000\n",
+        "memory/docker/memory.limit_in_bytes": f"{2**20}\n",
+        "memory/docker/memory.usage_in_bytes": f"{2**20 - 1}\n",
+        "memory/docker/memory.stat": "anon 5\ninactive_file 1\ntotal_inactive_file 4096\n",
     }
-    cgroup(membership, files)
+    cgroup("7:cpu,cpuacct:/docker\n5:memory:/docker\n2:freezer:/\n", files)
     budget = read_host_budget()
-    assert budget.cores == 0.75
-    assert budget.memory_available_bytes == 4097  # cached files count as available
+    assert (budget.cores, budget.memory_available_bytes) == (0.75, 4097)
 
 
 def test_cpu_time_of_living_and_ended_children_is_counted() -> None:
@@ -134,10 +132,7 @@ def test_killed_processes_are_counted_where_the_job_is(
     assert oom_kills() == killed
 
 
-# Mounted file systems, from the kernel's text and from this machine
-
-
-# As the kernel writes them: a container, whose root is an overlay, with a bind mount of a folder and of a file.
+# Mounts as the kernel writes them: a container, whose root is an overlay, with bind mounts of a folder and a file.
 MOUNTINFO = r"""2048 1024 0:300 / / rw,relatime master:77 - overlay overlay rw,lowerdir=/l/A:/l/B,upperdir=/d,workdir=/w
 2049 2048 0:24 / /proc rw,nosuid,nodev,noexec,relatime - proc proc rw
 2050 2048 0:25 / /dev/shm rw,nosuid - tmpfs shm rw,size=65536k
@@ -153,22 +148,14 @@ a line of a new kernel
 
 
 @pytest.mark.parametrize(
-    ("path", "point", "file_system"),
+    ("path", "mount"),
     [
-        ("/home/ada/set/a.png", "/home/ada", "xfs"),
-        ("/home/adam", "/", "overlay"),
-        ("/buckets/my images/0.tar", "/buckets/my images", "fuse.gcsfuse"),
-        ("/old/a", "/old", "nfs"),  # the later mount hides the earlier one
+        ("/home/ada/set/a.png", ("/home/ada", "xfs", "8:17", "/users/ada", None)),
+        ("/home/adam", ("/", "overlay", "0:300", "/", None)),
+        ("/buckets/my images/0.tar", ("/buckets/my images", "fuse.gcsfuse", "0:53", "/", 1000)),
+        ("/old/a", ("/old", "nfs", "0:55", "/", None)),  # the later mount hides the earlier one
     ],
 )
-def test_a_file_is_on_the_innermost_mount(path: str, point: str, file_system: str) -> None:
-    mount = mount_of(path, parse_mounts(MOUNTINFO))
-    assert mount is not None
-    assert (mount.point, mount.file_system) == (point, file_system)
-
-
-def test_a_mount_has_device_folder_and_fuse_user() -> None:
-    mounts = parse_mounts(MOUNTINFO)
-    assert mounts["/home/ada"][2:] == ("8:17", "/users/ada", None)
-    assert mounts["/buckets/my images"].user_id == 1000
+def test_a_file_is_on_the_innermost_mount(path: str, mount: tuple[object, ...]) -> None:
+    assert mount_of(path, parse_mounts(MOUNTINFO)) == mount
     assert "/proc" in read_mounts()

@@ -4,7 +4,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -47,12 +47,9 @@ FILES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in 
 
 
 @cache
-def imports(path: Path, *, also_for_types: bool = False) -> tuple[str, ...]:
+def imports(path: Path, *, also_for_types: bool = False) -> list[str]:
     """Return the imports of a file as paths, also those inside functions, but by default none for types alone."""
-    return tuple(_imports(ast.parse(path.read_text()), also_for_types=also_for_types))
-
-
-def _imports(tree: ast.Module, *, also_for_types: bool) -> Iterator[str]:
+    tree, found = ast.parse(path.read_text()), []
     typing_only = {
         id(node)
         for block in ast.walk(tree)
@@ -61,10 +58,11 @@ def _imports(tree: ast.Module, *, also_for_types: bool) -> Iterator[str]:
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and id(node) not in typing_only:
-            yield from (alias.name.replace(".", "/") for alias in node.names)
+            found += [alias.name.replace(".", "/") for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and id(node) not in typing_only:
             module = str(node.module).replace(".", "/")
-            yield from (f"{module}/{alias.name}" for alias in node.names)
+            found += [f"{module}/{alias.name}" for alias in node.names]
+    return found
 
 
 def room(module: str) -> int:
@@ -137,11 +135,8 @@ def test_importing_the_package_imports_nothing_but_five_small_files(
     code = f"import os, sys; before = {{*sys.modules}}; sys.path.insert(0, {str(PACKAGE.parent)!r}); import {NAME}"
     child = run_python("-S", "-c", f"{code}; print(*sorted({{*sys.modules}} - before))", env={"PYTHONPATH": None})
     assert child.returncode == 0, child.stderr
-    ours = [
-        NAME,
-        *(f"{NAME}.{name}" for name in ("environment", "trainer", "trainer.entry_points", "trainer.import_hooks")),
-    ]
-    assert set(child.stdout.split()) == {"__future__", *ours}
+    ours = {f"{NAME}.{name}" for name in ("environment", "trainer", "trainer.entry_points", "trainer.import_hooks")}
+    assert set(child.stdout.split()) == {"__future__", NAME, *ours}
 
 
 def test_only_the_dry_run_knows_the_simulated_machine() -> None:

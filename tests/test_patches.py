@@ -137,21 +137,17 @@ def test_a_collection_meanwhile_neither_crashes_nor_blocks() -> None:
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
-def test_the_collector_is_as_before(is_enabled: bool) -> None:
+def test_the_collector_is_as_before_also_in_a_child_forked_meanwhile(is_enabled: bool) -> None:
     (gc.enable if is_enabled else gc.disable)()
     try:
         with frames_kept():
             assert not gc.isenabled() or sys.version_info[:2] != (3, 11)
+            child = os.fork()
+            if child == 0:
+                with frames_kept():  # which needs no lock of the parent
+                    pass
+                os._exit(gc.isenabled() != is_enabled)
         assert gc.isenabled() == is_enabled
     finally:
         gc.enable()
-
-
-def test_a_child_forked_meanwhile_collects() -> None:
-    with frames_kept():
-        child = os.fork()
-        if child == 0:
-            with frames_kept():  # which needs no lock of the parent
-                pass
-            os._exit(0 if gc.isenabled() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -37,16 +37,9 @@ def test_the_table_shows_memory_load_users_claims_and_faults(driver: Driver, cal
     assert (answer.returncode, answer.stderr) == (0, "")
     text = " ".join(answer.stdout.split())
     for words in (
-        "NVIDIA A100 [PCIe]",
-        "21.0 GiB 80.0 GiB 87%",
-        "python",
-        "3.00",
-        f"pid {os.getpid()}",
-        "9.00",
-        "fallen off the bus",
+        *("NVIDIA A100 [PCIe]", "21.0 GiB 80.0 GiB 87%", "python", "3.00", f"pid {os.getpid()}", "9.00"),
+        *("fallen off the bus", "PROHIBITED", "is in MIG mode but has no instance"),
         f"2:0 1g.10gb {driver.gpus[2].mig[0].uuid[:12]} 4.00 GiB 10.0 GiB ? nobody",
-        "PROHIBITED",
-        "is in MIG mode but has no instance",
     ):
         assert words in text
     assert max(map(len, answer.stdout.splitlines())) <= 100
@@ -56,14 +49,12 @@ def test_json_is_a_list_with_everything_known(driver: Driver, call: Call) -> Non
     driver.gpus = [gpu(memory_free="40GiB"), gpu(lost=True), gpu(mig=[mig(memory_free="4GiB")], memory_free="1GiB")]
     selection = select_gpus(min_free="9GiB")
     whole, lost, divided = json.loads(call("gpus", "--json").stdout)
-    assert whole["uuid"] == selection.uuids[0]
-    assert whole["memory_free_bytes"] == 40 * 2**30
-    assert whole["effective_free_bytes"] == 31 * 2**30
+    assert [whole["uuid"]] == [*selection.uuids]
+    assert (whole["memory_free_bytes"], whole["effective_free_bytes"]) == (40 * 2**30, 31 * 2**30)
     (claim,) = whole["claims"]
     assert (claim["pid"], claim["kind"], claim["memory_bytes"]) == (os.getpid(), "memory", 9 * 2**30)
     assert abs(claim["since_s"] - time.time()) < 60
-    assert lost["error"]
-    assert lost["memory_free_bytes"] is None
+    assert (bool(lost["error"]), lost["memory_free_bytes"]) == (True, None)
     assert divided["mig_instances"][0]["effective_free_bytes"] == 4 * 2**30
 
 

@@ -22,6 +22,8 @@ HEAVY = {"torch", "lightning", "pytorch_lightning", "rich", "numpy"}
         ("pick", {"psutil", "traceback"}),
         ("explain data_loading", {"pynvml"}),
         ("checkpoint inspect last.ckpt", {"pynvml"}),
+        ("report", {"pynvml"}),
+        ("gpus --json", set()),
     ],
 )
 def test_a_light_command_loads_no_heavy_package(

@@ -65,7 +65,8 @@ def test_help_gives_an_example_that_works_and_the_exit_codes(
 def test_the_exit_code_is_that_of_the_command(driver: Driver, run_cli: RunCli) -> None:
     driver.gpus = [gpu()]
     assert run_cli("run", "--", "sh", "-c", "exit 42").returncode == 42
-    assert run_cli("run", "--", "no-such-command").returncode == 127
+    answer = run_cli("run", "--", "no-such\r\nFORGED\x1b[2J")
+    assert (answer.returncode, r": no-such\r\nFORGED\x1b[2J: " in answer.stderr) == (127, True)
     # Options of the command are its own.
     assert run_cli("run", "--", "echo", "-n", "5", "--", "--exclusive").stdout == "5 -- --exclusive"
     assert run_cli("run", "echo", "--wait").stdout == "--wait\n"
@@ -89,10 +90,10 @@ def test_killing_the_wrapper_does_not_free_its_childrens_gpu(driver: Driver) -> 
     [(["--", "echo", "started"], 3), (["-n", "1", "--"], 2), (["--advise", "-n", "1", "--", "echo", "started"], 3)],
 )
 def test_without_gpus_or_a_command_nothing_starts(
-    driver: Driver, call: RunCli, arguments: list[str], code: int
+    driver: Driver, run_cli: RunCli, arguments: list[str], code: int
 ) -> None:
     driver.gpus = [gpu(lost=True)]
-    answer = call("run", *arguments)
+    answer = run_cli("run", *arguments)
     assert (answer.returncode, answer.stdout) == (code, "")
     assert code == 3 or ("no command given" in answer.stderr and driver.calls() == [])
 

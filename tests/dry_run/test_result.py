@@ -1,8 +1,11 @@
-"""The judgment of a dry run, its search for the largest batch, and its text."""
+"""The judgment of a dry run, its search for the largest batch, its text, and what it refuses without simulated GPUs."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from subprocess import CompletedProcess
 
 import pytest
+import torch
 
 from lightning_gpu_tools.cli.dry_run import render
 from lightning_gpu_tools.dry_run.result import (
@@ -17,6 +20,7 @@ from lightning_gpu_tools.dry_run.result import (
 )
 from lightning_gpu_tools.memory.readings import MemoryLine
 
+Call = Callable[..., "CompletedProcess[str]"]
 GIB, MIB = 2**30, 2**20
 COMPLETE = ProcessRecord(
     torch="/torch",
@@ -128,15 +132,8 @@ def test_parts_that_a_run_did_not_measure_are_named() -> None:
     missing = {"has_validated": False, "has_convolutions": True, "masks": True, "generates": True}
     record = replace(COMPLETE, outcome="ended", steps=1, largest_batch=289, **missing)
     run = result(judge(0, [record], "/torch", None), "t4", 3)
-    words = (
-        "after training step 1",
-        "No validation",
-        "cuDNN",
-        "A mask",
-        "maximum length",
-    )
-    more = ("more than 8 times the one that ran. Check it with --vary.", "Kernels compute nothing")
-    assert [word in said for word, said in zip((*words, *more), run.unknown, strict=True)] == [True] * 7
+    words = ("after training step 1", "No validation", "cuDNN", "A mask", "maximum length", "than 8 times", "Kernels")
+    assert [word in said for word, said in zip(words, run.unknown, strict=True)] == [True] * 7
 
 
 @pytest.mark.parametrize("largest", [0, 7, 36, 1000])
@@ -149,3 +146,31 @@ def test_the_search_finds_the_largest_to_within_a_twentieth(largest: int, guess:
     found = max((one for one, fits in tried.items() if fits), default=0)
     assert largest - max(1, largest / 20) < found <= largest
     assert len(tried) <= (4 if guess == largest else 14)
+
+
+# What the command refuses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--", "python", "train.py"], "--gpu"),
+        (["--gpu", "h1000", "--", "python"], "There is no GPU 'h1000'. Choose one of b200, h200,"),
+        (["--gpu", "A100", "--", "python"], "'A100' is a part of 2 names. Choose one of a100-80gb, a100-40gb."),
+        (["--gpu", "t4"], "no command given: put it last, after --"),
+        (["--gpu", "t4", "-n", "17", "--", "python"], "-n must be from 1 to 16, got 17"),
+        (["--gpu", "t4", "--vary=--batch-size 4", "--", "python"], "--vary needs {} in place of the number"),
+    ],
+)
+def test_wrong_usage(call: Call, arguments: list[str], complaint: str) -> None:
+    answer = call("dry-run", *arguments)
+    assert (answer.returncode, answer.stdout, complaint in answer.stderr) == (2, "", True)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_without_torchs_cuda_build_it_names_what_installs_it(call: Call) -> None:
+    answer = call("dry-run", "--gpu", "t4", "--", "python", "train.py")
+    text = " ".join(answer.stdout.split())
+    assert (answer.returncode, text.startswith("Unknown: torch ")) == (3, True)
+    assert "is built without CUDA" in text
+    assert "`pip install --force-reinstall torch`" in text

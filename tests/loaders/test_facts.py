@@ -1,4 +1,4 @@
-"""Facts about real loaders: what their datasets hold open, and whether streams split by worker."""
+"""Facts about real loaders: what their datasets hold open, whether streams split by worker, and what is inside."""
 
 import io
 import itertools
@@ -6,6 +6,7 @@ import mmap
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from tqdm import tqdm
 from trainings import Samples
 
 from lightning_gpu_tools.advice.workers import why_not_searched
 from lightning_gpu_tools.loaders.facts import read_loader_facts
+from lightning_gpu_tools.loaders.held import loaders_in
+from lightning_gpu_tools.loaders.settings import batch_shape, settings_of
 from lightning_gpu_tools.training.run_measurements import LoaderFacts
 
 
@@ -39,31 +43,25 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def an_h5_file(path: Path) -> Any:
-    h5py = pytest.importorskip("h5py")
-    with h5py.File(path, "w") as file:
-        file["x"] = np.zeros(3)
-    return h5py.File(path)
-
-
 def closed(file: Any) -> Any:
     file.close()
     return file
 
 
-FILES: dict[str, tuple[Callable[[Path], Any], bool]] = {
-    "text": (Path.open, True),
-    "h5py": (an_h5_file, True),
-    "sqlite": (sqlite3.connect, True),
-    "closed file": (lambda path: closed(path.open()), False),
-    "log": (lambda path: path.open("w"), False),
-    "memory map": (lambda path: mmap.mmap(os.open(path, os.O_RDONLY), 0, prot=mmap.PROT_READ), False),
-}
-
-
-@pytest.mark.parametrize("kind", FILES)
-def test_what_is_open_is_named_unless_workers_may_share_it(path: Path, kind: str) -> None:
-    make, is_named = FILES[kind]
+@pytest.mark.parametrize(
+    ("make", "is_named"),
+    [
+        (Path.open, True),
+        (lambda path: pytest.importorskip("h5py").File(path, "w"), True),
+        (sqlite3.connect, True),
+        (lambda path: closed(path.open()), False),
+        (lambda path: path.open("w"), False),  # a log
+        (lambda path: mmap.mmap(os.open(path, os.O_RDONLY), 0, prot=mmap.PROT_READ), False),
+    ],
+)
+def test_what_is_open_is_named_unless_workers_may_share_it(
+    path: Path, make: Callable[[Path], Any], is_named: bool
+) -> None:
     assert facts_of(Photos(file=make(path))).open_files == (("Photos.file",) if is_named else ())
 
 
@@ -81,12 +79,10 @@ class Wrapper:
 
 
 @pytest.mark.parametrize("wrap", [lambda one: Subset(ConcatDataset([Photos(), one]), [0]), Wrapper])
-def test_an_open_file_is_found_in_wrapped_datasets(path: Path, wrap: Callable[[Any], Any]) -> None:
-    with path.open() as file:
-        assert facts_of(wrap(Photos(file=file))).open_files == ("Photos.file",)
-        of_library: Any = TensorDataset(torch.ones(3))
-        of_library.file = file
-        assert facts_of(wrap(of_library)).open_files == ("TensorDataset.file",)
+@pytest.mark.parametrize("dataset", [Photos(), TensorDataset(torch.ones(3))])
+def test_an_open_file_is_found_in_wrapped_datasets(path: Path, wrap: Callable[[Any], Any], dataset: Any) -> None:
+    dataset.file = path.open()
+    assert facts_of(wrap(dataset)).open_files == (f"{type(dataset).__name__}.file",)
 
 
 class OpensAgain(Photos):
@@ -158,15 +154,12 @@ def part_of_worker() -> tuple[int, None, int]:
 
 class Noise(Numbers):
     def __iter__(self) -> Iterator[int]:
-        while True:
-            yield int(torch.randint(10, (1,)))
+        yield int(torch.randint(10, (1,)))
 
 
 def split_in_worker(worker: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    stream: Any = info.dataset
-    stream.source = stream.source[info.id :: info.num_workers]
+    info: Any = get_worker_info()
+    info.dataset.source = info.dataset.source[info.id :: info.num_workers]
 
 
 @pytest.mark.parametrize(
@@ -234,3 +227,62 @@ def test_nothing_of_a_loader_runs_when_it_is_read() -> None:
             raise AssertionError("it was pickled")
 
     assert why_not_searched(facts_of(Untouchable())) is None
+
+
+# Loaders inside of what a loop iterates, or what a Trainer gets; and the shape of a batch
+
+
+def quiet(loader: Iterable[Any]) -> "tqdm[Any]":
+    return tqdm(loader, disable=True)
+
+
+class Prefetcher:
+    """A loader of the program's own around another one, as many projects have."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.queue = loader, list[Any]()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda loader: loader,
+    "tqdm": quiet,
+    "class": Prefetcher,
+    "tqdm of a class": lambda loader: quiet(Prefetcher(loader)),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_loader_is_found_in_a_wrapper_with_its_settings(wrapper: str) -> None:
+    loader = DataLoader(Samples(12), batch_size=3, drop_last=True, num_workers=1, persistent_workers=True)
+    (found,) = loaders_in(WRAPPERS[wrapper](loader))
+    assert isinstance(found.loader, DataLoader)
+    assert asdict(settings_of(found.loader)) == asdict(settings_of(loader))
+    assert found.loader.dataset is loader.dataset
+    assert found.loader.drop_last
+    assert found.name == ""
+    assert bool(found.within) == (wrapper != "itself")
+
+
+def test_several_loaders_have_names() -> None:
+    one, other = DataLoader(Samples(3)), DataLoader(Samples(4))
+    keyed = loaders_in({"real": one, "noise": [other, [1, 2]]})
+    assert [(found.name, found.loader) for found in keyed] == [('"real"', one), ('"noise"', other), ('"noise"', [1, 2])]
+    assert [found.name for found in loaders_in([one, other])] == ["number 1", "number 2"]
+
+
+IMAGES = [torch.zeros(3, 80, 60), torch.zeros(3, 50, 90)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape"),
+    [
+        ((torch.zeros(16, 3, 8, 8), torch.zeros(16)), (16, 3, 8, 8)),
+        (([*IMAGES, IMAGES[0]], [{}, {}, {}]), (3, 3, 80, 90)),  # as torchvision's models for detection get them
+        ((3, torch.zeros(2)), None),
+    ],
+)
+def test_a_list_of_images_is_as_large_as_it_is_long(batch: Any, shape: tuple[int, ...] | None) -> None:
+    assert batch_shape(batch) == shape

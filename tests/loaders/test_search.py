@@ -35,10 +35,8 @@ def test_a_loader_that_waits_gets_workers_and_is_not_touched(monkeypatch: pytest
     assert vars(loader) == attributes
     assert result.original is not None
     assert result.settings is not None
-    assert result.original.num_workers == 0
-    assert result.settings.num_workers >= 2
-    assert not result.applied
-    assert "batches/s instead of" in result.reason
+    assert result.original.num_workers == 0 < 2 <= result.settings.num_workers
+    assert (result.applied, "batches/s instead of" in result.reason) == (False, True)
     assert (result.trials[0].batch_s or 0) >= LOAD_S + STEP_S  # of the current settings
     assert not multiprocessing.active_children()
 
@@ -54,23 +52,14 @@ class Killed(Samples):
         return super().__getitem__(index)
 
 
-class Stuck:
-    """A sampler that cannot be copied."""
-
-    def __init__(self) -> None:
-        self.stream = (i for i in range(5))
-
-    def __iter__(self) -> Any:
-        return iter(range(5))
-
-
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
         (range(9), "it is a builtins.range"),
         (DataLoader(Broken(9)), "a worker process cannot load a batch (KeyError: 'no such sample')"),
         (DataLoader(Killed(9)), "RuntimeError: a worker process was killed by SIGKILL, but not by the kernel"),
-        (DataLoader(Samples(5), sampler=Stuck()), "its sampler yields no batches (TypeError"),
+        # A generator cannot be copied.
+        (DataLoader(Samples(5), sampler=(i for i in range(5))), "its sampler yields no batches (TypeError"),
     ],
 )
 def test_what_cannot_be_tried_keeps_its_settings_with_the_reason(loader: Any, why: str) -> None:
