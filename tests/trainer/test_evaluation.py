@@ -116,21 +116,20 @@ def test_a_stage_that_fails_is_reported_up_to_there(tmp_path: Path) -> None:
 
 def log_in_each_step(folder: Path, rank: int) -> None:
     """Test on two ranks that take turns at being late, and that exchange a metric: in each step, and as advised."""
-    log_with(folder / "before", rank, on_step=True)
-    log_with(folder / "after", rank, on_step=False)
-
-
-def log_with(folder: Path, rank: int, **options: bool) -> None:
 
     class Uneven(Model):
+        on_step = True
+
         def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
             time.sleep(0.01 * ((batch_idx + rank) % 2))
-            self.log("error", self.layer(batch).square().mean(), sync_dist=True, **options)
+            self.log("error", self.layer(batch).square().mean(), sync_dist=True, on_step=self.on_step)
 
-    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
-    place = {"devices": 1, "num_nodes": 2, "strategy": "ddp", "use_distributed_sampler": False}
-    trainer = quiet_trainer(folder, callbacks=callbacks, **place)
-    run(trainer, "test", Uneven(), loader(Samples(100)))
+    model = Uneven()
+    for name in ("before", "after"):
+        callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
+        place = {"devices": 1, "num_nodes": 2, "strategy": "ddp", "use_distributed_sampler": False}
+        run(quiet_trainer(folder / name, callbacks=callbacks, **place), "test", model, loader(Samples(100)))
+        model.on_step = False
 
 
 @pytest.mark.follows("Pass on_step=False to self.log")

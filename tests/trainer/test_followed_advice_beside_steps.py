@@ -70,25 +70,27 @@ def options_in(pattern: str, text: str) -> dict[str, Any]:
     return {one.arg: ast.literal_eval(one.value) for one in call.keywords}
 
 
-@pytest.mark.follows("Validate less: Trainer({}).", "val_check_interval={}", "limit_val_batches={}")
-def test_less_validation_within_epochs_is_as_short_as_usual(tmp_path: Path, hand_clock: HandClock) -> None:
-    course = Course(tmp_path, hand_clock, val_check_interval=10)
-    loaders = loader(Samples(400)), loader(Samples(20))
-    advice = advice_on(course.report(*loaders), "validation")
-    changes = re.findall(r"Trainer\((\w+=[\d.]+)\)", advice)
-    assert [change.partition("=")[0] for change in changes] == ["val_check_interval", "limit_val_batches"]
+@pytest.mark.follows(
+    "Validate less: Trainer({}).", "val_check_interval={}", "limit_val_batches={}", "check_val_every_n_epoch={}"
+)
+@pytest.mark.parametrize(
+    ("samples", "options", "option", "usual"),
+    [
+        (400, {"val_check_interval": 10}, "val_check_interval", 0.11),
+        (10, {"max_epochs": 20}, "check_val_every_n_epoch", 0.25),
+    ],
+)
+def test_as_little_validation_as_advised_is_as_short_as_usual(
+    tmp_path: Path, hand_clock: HandClock, samples: int, options: dict[str, int], option: str, usual: float
+) -> None:
+    course = Course(tmp_path, hand_clock, **options)
+    loaders = loader(Samples(samples)), loader(Samples(20))
+    changes = re.findall(r"Trainer\((\w+=[\d.]+)\)", advice_on(course.report(*loaders), "validation"))
+    assert [change.partition("=")[0] for change in changes] == [option, "limit_val_batches"]
     for change in changes:
         followed = course.report(*loaders, **options_in("(.*=.*)", change))
-        assert followed.phase_s["validation"] / followed.wall_s <= 0.11
+        assert followed.phase_s["validation"] / followed.wall_s <= usual
         assert not advice_on(followed, "validation")
-
-
-@pytest.mark.follows("check_val_every_n_epoch={}")
-def test_validation_in_fewer_epochs_takes_no_more_than_usual(tmp_path: Path, hand_clock: HandClock) -> None:
-    course = Course(tmp_path, hand_clock, max_epochs=20)
-    loaders = loader(Samples(10)), loader(Samples(20))
-    advice = advice_on(course.report(*loaders), "validation")
-    assert not advice_on(course.report(*loaders, **options_in(r"Trainer\((check_val\w+=\d+)\)", advice)), "validation")
 
 
 @pytest.mark.follows(

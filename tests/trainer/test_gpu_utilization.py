@@ -154,8 +154,9 @@ def test_neither_a_lost_gpu_nor_an_exception_costs_the_report(driver: Driver, tm
 def test_the_switch_turns_it_off(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
     driver.gpus = [gpu()]
-    advisor = GPUUtilizationAdvisor(min_steps=1, min_seconds=0)
-    folder = train(tmp_path, GPUUtilizationMonitor(devices="all"), advisor)
+    advisor, finder = GPUUtilizationAdvisor(min_steps=1, min_seconds=0), NumWorkersFinder()
+    folder = train(tmp_path, GPUUtilizationMonitor(devices="all"), advisor, finder)
+    assert finder.result is None
     assert not [name for name in logged(folder) if name.startswith("gpu/")]
     assert not (folder / "gpu_report.json").exists()
     assert advisor.diagnosis is None

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from advised import code_in
+from cause_examples import TIME_EXAMPLES
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from loader_switching import DrawsAlways, Watch, shorten_trials
 from rank_processes import run_ranks
@@ -20,6 +22,7 @@ from trainings import Model, Samples, quiet_trainer
 
 import lightning_gpu_tools
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report
+from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.types import LoaderResult
 
@@ -85,7 +88,18 @@ def find(
     return finder.result, watch
 
 
-def test_a_short_training_gets_workers_and_stays_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.follows(
+    "NumWorkersFinder() finds and applies them.",
+    "let `NumWorkersFinder()` measure and apply them",
+    "*Next* has `DataLoader(..., num_workers=...)`",
+)
+def test_a_short_training_gets_workers_and_stays_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    advised = diagnose(TIME_EXAMPLES["data_loading"].sick).next_step
+    assert "DataLoader(..., num_workers=" in advised
+    assert getattr(lightning_gpu_tools, code_in(advised, r"(\w+)\(\) finds and applies them")) is NumWorkersFinder
+    caplog.set_level("INFO")
     monkeypatch.setattr(plan, "CONFIRM_STEPS", 50)
     tuned = Noisy()
     plain = copy.deepcopy(tuned)
@@ -100,6 +114,7 @@ def test_a_short_training_gets_workers_and_stays_the_same(tmp_path: Path, monkey
     assert result.settings.num_workers >= 2
     assert "batches/s instead of" in result.reason
     assert watch.workers[-1] == result.settings.num_workers
+    assert re.search(rf"num_workers={watch.workers[-1]}, .* is now in use", caplog.text)
     assert watch.batches == as_usual.batches
     assert watch.states == as_usual.states
     assert all(map(torch.equal, tuned.parameters(), plain.parameters()))
@@ -111,28 +126,6 @@ def test_a_short_training_gets_workers_and_stays_the_same(tmp_path: Path, monkey
     assert report.loader is not None
     assert report.loader.confirmed
     assert report.unseen == ()  # a loader without workers has none to be polled until the search is over
-
-
-@pytest.mark.follows(
-    "NumWorkersFinder() finds and applies them.",
-    "let `NumWorkersFinder()` measure and apply them",
-    "*Next* has `DataLoader(..., num_workers=...)`",
-)
-def test_the_finder_that_the_advice_names_applies_its_settings(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    advisor = GPUUtilizationAdvisor(min_steps=10, min_seconds=0.0)
-    train(tmp_path, [advisor], shuffled(Slow(36)))
-    assert advisor.diagnosis is not None
-    named = re.search(r"(\w+)\(\) finds and applies them", advisor.diagnosis.next_step)
-    assert named is not None
-    assert re.search(r"DataLoader\(\.\.\., num_workers=\d", advisor.diagnosis.next_step)
-    finder = getattr(lightning_gpu_tools, named[1])()
-    with caplog.at_level("INFO"):
-        watch = train(tmp_path, [finder], shuffled(Slow(30)))
-    in_use = re.search(r"num_workers=([1-9]).* is now in use", caplog.text)
-    assert in_use is not None
-    assert int(in_use[1]) in watch.workers
 
 
 def test_without_apply_the_settings_are_measured_and_advised(tmp_path: Path) -> None:
@@ -214,13 +207,9 @@ def test_what_cannot_be_changed_is_left_alone_with_the_reason(
     assert len(set(watch.workers)) == 1
 
 
-@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {}])
-def test_it_stays_out_where_it_is_not_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "0" if options else "1")
+def test_it_stays_out_of_a_trial_of_the_code(tmp_path: Path) -> None:
     finder = NumWorkersFinder()
-    train(tmp_path, [finder], shuffled(Samples(50)), Noisy(0.0), **options)
+    train(tmp_path, [finder], shuffled(Samples(50)), Noisy(0.0), fast_dev_run=True)
     assert finder.result is None
 
 
