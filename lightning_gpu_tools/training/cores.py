@@ -46,11 +46,9 @@ class ThreadWait:
     def __init__(self) -> None:
         """Open the counters of the calling thread."""
         self._file, self.is_known = -1, False
-        try:
+        with suppress(OSError):  # a kernel or container without schedstat
             self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
-        except OSError:  # a kernel or container without schedstat
-            return
-        self.is_known = int(os.pread(self._file, 96, 0).split()[0]) > 0  # a kernel that does not count writes zeros
+            self.is_known = int(os.pread(self._file, 96, 0).split()[0]) > 0  # a kernel that does not count writes zeros
 
     def seconds(self) -> float:
         """Return the seconds so far; 0 if unknown. Safe in any thread."""
@@ -283,21 +281,16 @@ class WorkerWatch:
         if len(self._storage_points) > _MAX_POINTS:
             self._storage_points = self._storage_points[::2]
         self._threads, self._sampled_s = {pid: thread_times(pid) for pid in pids}, now_s
-        for pid in self._threads.keys() & before.keys():
-            self._add_threads(pid, before[pid], self._threads[pid], now_s - before_s)
+        for pid, threads in self._threads.items():
+            earlier = before.get(pid, {})
+            if pid in threads and pid in earlier:  # its main thread: it has not ended, and the kernel counts
+                added = added_times(earlier, threads)
+                self._watched_s += now_s - before_s
+                self._busy_s += added.ran_s
+                self._runnable_s += sum(added)
+                self._ran_s += threads[pid].ran_s - earlier[pid].ran_s
+                self._delayed_s += threads[pid].delayed_s - earlier[pid].delayed_s
         return max(_INTERVAL_S, (monotonic() - now_s) / _SCAN_SHARE)
-
-    def _add_threads(
-        self, pid: int, before: dict[int, ThreadTimes], now: dict[int, ThreadTimes], elapsed_s: float
-    ) -> None:
-        if pid not in before or pid not in now:  # its main thread: it has ended, or the kernel does not count
-            return
-        added = added_times(before, now)
-        self._watched_s += elapsed_s
-        self._busy_s += added.ran_s
-        self._runnable_s += sum(added)
-        self._ran_s += now[pid].ran_s - before[pid].ran_s
-        self._delayed_s += now[pid].delayed_s - before[pid].delayed_s
 
     def facts(self) -> LoadingFacts:
         """Return the observations so far."""

@@ -246,11 +246,8 @@ class GpuTimeline:
         """Record that the host has waited for the GPU in a step that is watched or held."""
         sample = self.sample or self._open
         if sample is not None and len(sample.parts) < _MAX_PARTS:
-            self._own_work(self._guard, self._part_synced, sample)
-
-    def _part_synced(self, sample: _Sample) -> None:
-        sample.parts[-1].has_synced = True
-        self._part_begins(sample, sample.parts[-1].phase)
+            sample.parts[-1].has_synced = True
+            self._own_work(self._guard, self._part_begins, sample, sample.parts[-1].phase)
 
     def _sample_ended(self) -> None:
         assert self.sample is not None

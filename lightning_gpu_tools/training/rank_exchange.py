@@ -109,7 +109,7 @@ class RankExchange(BackgroundJobs):
         self._place = place
         self._board = Board(name, place, store)
         self._facts: dict[str, Any] = {}
-        self._is_new = self._has_begun = False
+        self._is_new = False
         self._interval_s = _FIRST_S
         self._wanted_s = monotonic() + _FIRST_S
 
@@ -129,11 +129,10 @@ class RankExchange(BackgroundJobs):
         self._is_new = True
         if not self._board.is_shared:
             self._board.post(**self._facts)
-        elif self._has_begun:
-            self.run_now()
-        else:
-            self._has_begun = True
+        elif self._thread is None:
             self.add("Exchanging facts with other ranks", self._exchange)
+        else:
+            self.run_now()
 
     def finish(self, timeout_s: float) -> list[int]:
         """Publish once more, wait on rank 0 for the other ranks, and return those that are missing."""

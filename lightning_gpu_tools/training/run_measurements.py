@@ -181,20 +181,12 @@ class IdleTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceLine:
-    """A source line at which the training thread, or a worker of its loader, was sampled at random moments.
+    """A source line at which the training thread, or a worker of its loader, was sampled at random moments."""
 
-    Attributes:
-        phase: The phase at that moment, as in ``phase_s``; ``"worker"`` for a worker that was loading.
-        file: Path of the file, relative to the current folder if inside it, or to the package installation folder.
-        line: Line number in the file.
-        function: Function that contains the line.
-        samples: Number of samples at this line.
-    """
-
-    phase: str
-    file: str
+    phase: str  # at that moment, as in phase_s; "worker" for a worker that was loading
+    file: str  # path, relative to the current folder if inside it, or to the package installation folder
     line: int
-    function: str
+    function: str  # that contains the line
     samples: int
 
 
@@ -260,32 +252,23 @@ class CoreFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStep:
-    """A step of one rank: its own work and its wait for other ranks.
+    """A step of one rank: its own work and its wait for other ranks."""
 
-    Attributes:
-        rank: Global rank.
-        node: Number of its node.
-        own_step_s: Mean time of its own work per step: the sum of ``phase_s``.
-        phase_s: Parts of that time by phase. ``data_loading``, ``host_to_device_copy``, ``forward``, ``backward`` and
-            ``optimizer`` are means over steady steps. With a GPU, the last three are GPU times of sampled steps,
-            without the longest 10%. Others are means over all steps. Excludes the Trainer's own work, and time that
-            may be waiting for other ranks.
-        wait_s: Mean time in collectives per step: waits for other ranks, and sending. On a GPU, it is GPU time in
-            sampled steps. ``None`` if unknown, as with strategies other than DDP.
-        others_late_s: The part of it in which other ranks had not arrived yet: the time beyond that of the rank with
-            the shortest time in the same step. ``None`` on the CPU, or if unknown.
-        lines: Its source lines, if it is the slowest rank.
-        gpu: Device index of its GPU on the node; ``None`` without a GPU.
-    """
-
-    rank: int
+    rank: int  # global
     node: int
-    own_step_s: float
+    own_step_s: float  # mean time of its own work per step: the sum of phase_s
+    # Parts of that time by phase. data_loading, host_to_device_copy, forward, backward and optimizer are means over
+    # steady steps. With a GPU, the last three are GPU times of sampled steps, without the longest 10%. Others are means
+    # over all steps. Excludes the Trainer's own work, and time that may be waiting for other ranks.
     phase_s: Mapping[str, float] = field(default_factory=dict)
+    # Mean time in collectives per step: waits for other ranks, and sending. On a GPU, it is GPU time in sampled steps.
+    # None if unknown, as with strategies other than DDP.
     wait_s: float | None = None
+    # The part of it in which other ranks had not arrived yet: the time beyond that of the rank with the shortest time
+    # in the same step. None on the CPU, or if unknown.
     others_late_s: float | None = None
-    lines: tuple[SourceLine, ...] = ()
-    gpu: int | None = None
+    lines: tuple[SourceLine, ...] = ()  # if it is the slowest rank
+    gpu: int | None = None  # device index of its GPU on the node; None without a GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

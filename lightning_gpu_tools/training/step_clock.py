@@ -84,7 +84,7 @@ class StepClock(Stopwatch):
             self._core_wait = ThreadWait()
         self._patches.add_to(gc.callbacks, self._book_collection)
         self._started_s = self.since_s
-        self.timeline.start(self._started_s)
+        self.timeline.cut(self._started_s, {}, 0)
 
     def stop(self) -> None:
         """Stop the measurement. Idempotent."""

@@ -150,12 +150,8 @@ class PhaseTimeline:
         self._width_s = width_s
         self._edges: list[tuple[float, Mapping[str, float], int]] = []  # time, and the totals until then
 
-    def start(self, now_s: float) -> None:
-        """Begin the first span."""
-        self.cut(now_s, {}, 0)
-
     def cut(self, now_s: float, seconds: Mapping[str, float], steps: int) -> None:
-        """End a span. ``seconds`` by phase and ``steps`` are totals since the start."""
+        """End a span; the first call begins one. ``seconds`` by phase and ``steps`` are totals since the start."""
         self._edges.append((now_s, dict(seconds), steps))
         if len(self._edges) > self._max_spans:
             self._edges[1:-1] = self._edges[2:-1:2]
@@ -189,16 +185,13 @@ class StepTimeRecord:
         self.left_out: set[int] = set()  # numbers of steps that the measurement made longer
         self._accounts = accounts
         self._pauses = [place for place, account in enumerate(accounts) if account in pauses]
+        # Steps that have begun: number, time, elements in the batch of the step before, and seconds by account.
         self._begun: list[tuple[int, float, int | None, list[float]]] = []
+        self._first_s: list[float] = []  # seconds by account when the first step began
         self._times_s: deque[float] = deque(maxlen=_MAX_TIMES)
         self._count = 0
         self._seconds = 0.0
         self._longest_s = 0.0
-        self._began_s = 0.0
-        self._step = 0
-        self._first: list[float] = []
-        self._before: list[float] = []
-        self._paused_s = 0.0
         self._slow_from_s = math.inf  # longer steps count as slow
         self._next_median = _FIRST_MEDIAN
         # By phase: the number of slow steps, their wall time, and the last ones with their elements.
@@ -210,48 +203,41 @@ class StepTimeRecord:
     def begin_step(self, step: int, now_s: float) -> None:
         """Begin a step, which ends the previous one. Its number repeats if the previous one had no batch."""
         self._begun.append((step, now_s, self.batch_items, [account.seconds for account in self._accounts]))
-        if len(self._begun) == _WORK_OUT_EVERY:
+        if len(self._begun) > _WORK_OUT_EVERY:
             self._work_out()
 
     def _work_out(self) -> None:
-        begun, self._begun = self._begun, []
-        for step in begun:
-            self._add(*step)
+        begun, self._begun = self._begun, self._begun[-1:]
+        for (step, began_s, _, before_s), (next_step, now_s, items, spent_s) in pairwise(begun):
+            self._first_s = self._first_s or before_s
+            if step == next_step or step in self.left_out:
+                continue
+            whole_s = step_s = now_s - began_s
+            for place in self._pauses:
+                step_s -= spent_s[place] - before_s[place]
+            if step_s > self._longest_s:  # faster than max()
+                self._longest_s = step_s
+            self._times_s.append(step_s)
+            self._seconds += step_s
+            self._count += 1
+            if whole_s > self._slow_from_s:
+                self._add_slow(step, whole_s, before_s, spent_s, items)
+            elif next_step % _SEE_BATCH_EVERY == 0 and items is not None:
+                self._items.append(items)
+            if self._count == self._next_median:
+                self._next_median += 1 + self._count // 4
+                self._slow_from_s = _SLOW_TIMES_MEDIAN * median(self._times_s)
 
-    def _add(self, step: int, now_s: float, items: int | None, spent_s: list[float]) -> None:
-        before, self._before = self._before, spent_s
-        began_s, self._began_s = self._began_s, now_s
-        paused_before_s, self._paused_s = self._paused_s, 0.0
-        for place in self._pauses:
-            self._paused_s += spent_s[place]
-        had_no_batch, self._step = step == self._step, step
-        if not self._first:
-            self._first = self._before
-            return
-        if had_no_batch or step - 1 in self.left_out:
-            return
-        whole_s = now_s - began_s
-        step_s = whole_s - (self._paused_s - paused_before_s)
-        if step_s > self._longest_s:  # faster than max()
-            self._longest_s = step_s
-        self._times_s.append(step_s)
-        self._seconds += step_s
-        self._count += 1
-        if whole_s > self._slow_from_s:
-            self._add_slow(step - 1, whole_s, before, items)
-        elif step % _SEE_BATCH_EVERY == 0 and items is not None:
-            self._items.append(items)
-        if self._count == self._next_median:
-            self._next_median += 1 + self._count // 4
-            self._slow_from_s = _SLOW_TIMES_MEDIAN * median(self._times_s)
-
-    def _add_slow(self, step: int, whole_s: float, before: list[float], items: int | None) -> None:
+    def _add_slow(
+        self, step: int, whole_s: float, before_s: list[float], spent_s: list[float], items: int | None
+    ) -> None:
         """Record a slow step, under the phase that took most time beyond its mean."""
         phase, most_s = "", -math.inf
-        times = zip(self._accounts, self._before, _padded(before), _padded(self._first), strict=False)
-        for account, now_s, before_s, first_s in times:
-            beyond_s = now_s - before_s - (now_s - first_s) / self._count
-            if now_s > before_s and beyond_s > most_s:
+        later = repeat(0.0)  # for accounts that did not exist yet
+        times = zip(self._accounts, spent_s, chain(before_s, later), chain(self._first_s, later), strict=False)
+        for account, now_s, then_s, first_s in times:
+            beyond_s = now_s - then_s - (now_s - first_s) / self._count
+            if now_s > then_s and beyond_s > most_s:
                 phase, most_s = account.phase, beyond_s
         self._slow_counts[phase] += 1
         self._slow_s[phase] += whole_s
@@ -286,7 +272,3 @@ class StepTimeRecord:
 def _median(items: Iterable[int | None]) -> float | None:
     known = [one for one in items if one is not None]
     return median(known) if known else None
-
-
-def _padded(seconds: list[float]) -> Iterable[float]:
-    return chain(seconds, repeat(0.0))  # for accounts that did not exist yet

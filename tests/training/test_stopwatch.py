@@ -20,7 +20,7 @@ from lightning_gpu_tools.training.stopwatch import PhaseTimeline, Stopwatch
 
 def test_spans_add_up_to_the_run_and_stay_few() -> None:
     timeline = PhaseTimeline(max_spans=40, width_s=0.25)
-    timeline.start(100.0)
+    timeline.cut(100.0, {}, 0)
     seconds = {"training_step": 0.0, "callback/Slow": 0.0}
     now_s = 100.0
     for step in range(5_000):  # a step of 30 s: two days
