@@ -107,10 +107,7 @@ def by_line(blocks: Iterable[Block]) -> tuple[MemoryLine, ...]:
         if frames not in known:
             known[frames] = block.stack, line_in(block.stack)
         found[block.phase, known[frames][1]].append(block.size)
-    lines = [
-        MemoryLine(sum(sizes), len(sizes), phase, *(() if seen is None else (seen.file, seen.line, seen.function)))
-        for (phase, seen), sizes in found.items()
-    ]
+    lines = [MemoryLine(sum(sizes), len(sizes), phase, *(seen or ())[:3]) for (phase, seen), sizes in found.items()]
     return tuple(sorted(lines, key=lambda line: (-line.bytes, line))[:_MAX_LINES])
 
 

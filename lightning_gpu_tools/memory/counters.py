@@ -66,10 +66,7 @@ class MemoryCounters:
         self._facts: RankMemory | None = None  # None if CUDA had not started: nothing trains on the GPU
         self._total_bytes = 0
         self._optimizer_steps = training.optimizer_steps
-        # Of the step that is read:
-        self._begin: MemoryReading | None = None
-        self._middle: MemoryReading | None = None
-        self._batch_shape: tuple[int, ...] = ()
+        self._step = StepMemory(step=0)  # that is read; its middle is its beginning until it is known
         self._replays = 0  # of CUDA graphs before it
         # For replays:
         self._recorder = blocks.MemoryRecorder()
@@ -93,17 +90,17 @@ class MemoryCounters:
             peaks_bytes={"before_training": before.peak_allocated_bytes},
         )
 
-    def begin_step(self, shape: Callable[[], tuple[int, ...] | None] = lambda: None) -> None:
+    def begin_step(self, shape: Callable[[], tuple[int, ...] | None]) -> None:
         """Begin a step, and read the counters and the ``shape`` of its batch if it is the next one to read."""
         if self._clock.steps >= self.next_step:
-            self._spent_s, self.is_reading, self._batch_shape = 0.0, True, ()
+            self._spent_s, self.is_reading, batch_shape = 0.0, True, None
             with suppress(Exception):  # of an odd batch
-                self._batch_shape = shape() or ()
-            self._do(self._begin_step)
+                batch_shape = shape()
+            self._do(self._begin_step, batch_shape or ())
 
     def before_backward(self) -> None:
         """Read the counters before the first backward of a step that is read."""
-        if self.is_reading and self._middle is None:
+        if self.is_reading and self._step.middle is self._step.begin:
             self._do(self._read_middle)
 
     def end_step(self) -> None:
@@ -171,11 +168,13 @@ class MemoryCounters:
         return facts is None or facts.first_step is None or facts.last_step is facts.first_step
 
     def _read_middle(self) -> None:
-        self._middle = self._read("training")
+        self._step = replace(self._step, middle=self._read("training"))
 
-    def _begin_step(self) -> None:
-        self._begin, self._middle = self._read("training"), None
-        self._replays, facts = self._clock.replays, self._known
+    def _begin_step(self, batch_shape: tuple[int, ...]) -> None:
+        begin, facts = self._read("training"), self._known
+        step = facts.last_step or self._step
+        self._step = replace(step, step=self._clock.steps, batch_shape=batch_shape, begin=begin, middle=begin)
+        self._replays = self._clock.replays
         if facts.holdings is not None and facts.last_step is facts.first_step:
             kept_bytes = holdings.count_holdings(self._training).gradients_bytes
             self._facts = replace(facts, holdings=replace(facts.holdings, gradients_kept_bytes=kept_bytes))
@@ -188,18 +187,8 @@ class MemoryCounters:
             self._recorder.start("all")
 
     def _end_step(self) -> None:
-        assert self._begin is not None
         end = self._read("training")
-        events, facts, last = self._take_record(end), self._known, self._known.last_step
-        step = StepMemory(
-            step=self._clock.steps,
-            batch_shape=self._batch_shape,
-            begin=self._begin,
-            middle=self._middle or self._begin,
-            end=end,
-            added_bytes=0 if last is None else last.added_bytes,
-            forward_bytes=0 if last is None else last.forward_bytes,
-        )
+        events, facts, step = self._take_record(end), self._known, replace(self._step, end=end)
         if events:
             peak, in_forward = blocks.find_peak({}, events), (one.size for one in events if one.phase == "forward")
             step = replace(step, added_bytes=peak.size, forward_bytes=max(accumulate(in_forward), default=0))
@@ -232,12 +221,12 @@ class MemoryCounters:
 
     def _take_record(self, end: MemoryReading) -> list[Block]:
         """End the record of this step. Return its events with their phases; none without a complete record."""
-        if not self._recorder.is_recording or self._begin is None:
+        if not self._recorder.is_recording:
             return []
         events = blocks.recorded_events(self._gpu)
         self._recorder.stop()
         has_graph = self._clock.replays > self._replays  # its memory was allocated when it was captured
-        allocations = end.allocations - self._begin.allocations
+        allocations = end.allocations - self._step.begin.allocations
         is_complete = not has_graph and sum(event.size > 0 for event in events) == allocations
         return blocks.with_phases(events) if is_complete else []
 

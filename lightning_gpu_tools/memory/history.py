@@ -31,11 +31,7 @@ _MIN_SECOND_HALF = 0.8
 class MemoryHistory:
     """A history of host memory, sampled in a separate thread, with regular checks whether it or GPU memory grows."""
 
-    def __init__(
-        self,
-        gpu: MemoryCounters | None = None,
-        worker_pids: Callable[[], list[int]] = list,
-    ) -> None:
+    def __init__(self, gpu: MemoryCounters | None = None, worker_pids: Callable[[], list[int]] = list) -> None:
         self.alarms: list[MemoryGrowth] = []  # memory that will be full within a day, each kind once
         self._gpu = gpu
         self._worker_pids = worker_pids
@@ -69,13 +65,13 @@ class MemoryHistory:
 
     def growth(self) -> tuple[MemoryGrowth, ...]:
         """Return the memory that has grown steadily up to now."""
-        on_host_bytes, found = read_host_budget().memory_available_bytes, []
+        on_host_bytes = read_host_budget().memory_available_bytes
         on_gpu_bytes = None if self._gpu is None else self._gpu.left_bytes
-        for whose, timeline in self._timelines.items():
-            growth = steady_growth(whose, timeline.points(), on_gpu_bytes if whose == "gpu" else on_host_bytes)
-            if growth is not None:
-                found.append(growth)
-        return tuple(found)
+        found = (
+            steady_growth(whose, timeline.points(), on_gpu_bytes if whose == "gpu" else on_host_bytes)
+            for whose, timeline in self._timelines.items()
+        )
+        return tuple(growth for growth in found if growth is not None)
 
 
 def steady_growth(whose: Whose, points: Sequence[tuple[float, float]], room_bytes: float | None) -> MemoryGrowth | None:
@@ -83,13 +79,11 @@ def steady_growth(whose: Whose, points: Sequence[tuple[float, float]], room_byte
 
     Steady growth lasts to the end. ``room_bytes`` is the free space; ``None`` = unknown.
     """
-    if not points:
+    if len(points) < _PARTS * _MIN_POINTS_PER_PART:
         return None
     first_s, last_s = points[0][0], points[-1][0]
     begin_s = first_s + _WARM_UP_SHARE * (last_s - first_s)
     part_s = (last_s - begin_s) / _PARTS
-    if part_s <= 0:
-        return None
     parts: list[list[tuple[float, float]]] = [[] for _ in range(_PARTS)]
     for time_s, size in points:
         if time_s >= begin_s:

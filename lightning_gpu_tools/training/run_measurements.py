@@ -179,7 +179,7 @@ class IdleTimes:
     work_s: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SourceLine:
     """A source line at which the training thread, or a worker of its loader, was sampled at random moments."""
 
@@ -326,9 +326,7 @@ class RunMeasurements:
     # Of the same loader, also of one that is not torch's: when training began, and now.
     loader_began: LoaderFacts | None = None
     loader_now: LoaderFacts | None = None
-    loader_wait_share: float = (
-        1.0  # of the wait for data, if there are several loaders: this is the one waited for most
-    )
+    loader_wait_share: float = 1.0  # of the wait for data: among several loaders, it is the one waited for most
     worker_cpu_s_per_batch: float | None = None
     searched: LoaderResult | None = None  # of a search for its settings
     batch_bytes: int | None = None

@@ -44,10 +44,7 @@ Place = tuple[str, str, int, str]  # phase, file, line, and function
 
 def lines_of(samples: Counter[Place]) -> list[SourceLine]:
     """Return the lines with these numbers of samples, most frequent first. Safe in any thread."""
-    return [
-        SourceLine(phase=phase, file=file, line=line, function=function, samples=count)
-        for (phase, file, line, function), count in samples.copy().most_common(_MAX_LINES)
-    ]
+    return [SourceLine(*place, count) for place, count in samples.copy().most_common(_MAX_LINES)]
 
 
 def stack_of(frames: Iterable[tuple[FrameType, int]]) -> list[dict[str, Any]]:
@@ -90,10 +87,9 @@ def line_in(stack: Iterable[Mapping[str, Any]], *, or_torchs: bool = False) -> S
             break
         if owner != "own":
             outermost = frame
-    found = users or library or (outermost if or_torchs or owner == "fetch" else None)
-    return (
-        None if found is None else Seen(shown_path(found["filename"]), found["line"], found["name"], owner == "fetch")
-    )
+    is_loading = owner == "fetch"
+    found = users or library or (outermost if or_torchs or is_loading else None)
+    return None if found is None else Seen(shown_path(found["filename"]), found["line"], found["name"], is_loading)
 
 
 @lru_cache(_MAX_FILES)
