@@ -25,25 +25,26 @@ from lightning_gpu_tools.memory.readings import Block, MemoryLine
 PACKAGES = sysconfig.get_path("purelib")
 
 
-def frame(path: str, line: int, name: str) -> dict[str, object]:
-    return {"filename": path, "line": line, "name": name}
+def stack(*calls: tuple[str, str], line: int = 1) -> list[dict[str, Any]]:
+    """Return a stack of these calls, a file and a function each, innermost first."""
+    return [{"filename": file, "line": line, "name": function} for file, function in calls]
 
 
-LINEAR = frame(f"{PACKAGES}/torch/nn/functional.py", 1, "linear")
-FIT = frame(f"{PACKAGES}/lightning/pytorch/trainer/trainer.py", 2, "fit")
-OURS = frame(blocks.__file__, 3, "called")
-NET = frame(os.path.join(os.getcwd(), "net.py"), 41, "forward")
-IN_A_LIST = frame(os.path.join(os.getcwd(), "net.py"), 57, "<listcomp>")
-SCRIPT = frame(os.path.join(os.getcwd(), "train.py"), 9, "<module>")
+LINEAR = (f"{PACKAGES}/torch/nn/functional.py", "linear")
+FIT = (f"{PACKAGES}/lightning/pytorch/trainer/trainer.py", "fit")
+OURS = (blocks.__file__, "called")
+NET = (os.path.join(os.getcwd(), "net.py"), "forward")
+IN_A_LIST = (os.path.join(os.getcwd(), "net.py"), "<listcomp>")
+SCRIPT = (os.path.join(os.getcwd(), "train.py"), "<module>")
 
 
 def test_memory_adds_up_by_the_programs_innermost_line() -> None:
     blocks = [
-        Block(0, 5, phase="forward", stack=[LINEAR, NET, FIT, SCRIPT]),
-        Block(1, 6, phase="forward", stack=[LINEAR, NET, OURS, FIT, SCRIPT]),
-        Block(2, 3, phase="forward", stack=[LINEAR, IN_A_LIST, NET, FIT, SCRIPT]),
+        Block(0, 5, phase="forward", stack=stack(LINEAR, NET, FIT, SCRIPT, line=41)),
+        Block(1, 6, phase="forward", stack=stack(LINEAR, NET, OURS, FIT, SCRIPT, line=41)),
+        Block(2, 3, phase="forward", stack=stack(LINEAR, IN_A_LIST, NET, FIT, SCRIPT, line=57)),
         Block(3, 4, phase="backward"),
-        Block(4, 1, phase="optimizer", stack=[LINEAR, FIT, SCRIPT]),
+        Block(4, 1, phase="optimizer", stack=stack(LINEAR, FIT, SCRIPT)),
     ]
     assert by_line(blocks) == (
         MemoryLine(11, 2, "forward", "net.py", 41, "forward"),
@@ -66,10 +67,6 @@ def test_a_workspace_of_cublas_has_a_known_size(
 
 
 # The phase of an allocation, by its stack
-
-
-def stack(*frames: tuple[str, str]) -> list[dict[str, Any]]:
-    return [{"filename": file, "line": 1, "name": function} for file, function in frames]
 
 
 def of_program(*frames: tuple[str, str]) -> list[dict[str, Any]]:

@@ -23,19 +23,16 @@ def training(module: nn.Module | None, *optimizers: torch.optim.Optimizer, **fac
     return SimpleNamespace(device=device, gpu=gpu, module=module, optimizers=optimizers, **known)
 
 
-def trained(module: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Any:
-    module(batch).sum().backward()
-    optimizer.step()
-    return training(module, optimizer)
-
-
 FLOATS = 4  # bytes
 
 
 def test_shared_weights_count_once() -> None:
     module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
     module[2].weight = module[0].weight
-    held = count_holdings(trained(module, torch.optim.Adam(module.parameters()), torch.ones(2, 8)))
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    held = count_holdings(training(module, optimizer))
     parameters = FLOATS * (64 + 16)
     assert (held.parameters_bytes, held.gradients_bytes) == (parameters, parameters)
     assert held.optimizer_bytes == 2 * parameters + 3 * FLOATS  # each of three tensors counts its steps

@@ -16,15 +16,10 @@ from lightning_gpu_tools.memory.history import MemoryHistory, steady_growth
 GIB, MIB = 2**30, 2**20
 
 
-def grown(sizes: list[float], room_bytes: float | None = None) -> object:
-    return steady_growth("process", [(10.0 * i, size) for i, size in enumerate(sizes)], room_bytes)
-
-
 def test_a_leak_has_its_slope_and_the_time_left() -> None:
     noise = random.Random(1)
-    growth = steady_growth(
-        "process", [(10.0 * i, GIB + 2 * MIB * i + noise.gauss(0, MIB)) for i in range(200)], room_bytes=720 * MIB
-    )
+    points = [(10.0 * i, GIB + 2 * MIB * i + noise.gauss(0, MIB)) for i in range(200)]
+    growth = steady_growth("process", points, room_bytes=720 * MIB)
     assert growth.bytes_per_s == pytest.approx(0.2 * MIB, rel=0.02)
     assert growth.left_s == pytest.approx(3600, rel=0.02)
     assert growth.grown_bytes == pytest.approx(0.7 * 400 * MIB, rel=0.02)
@@ -41,7 +36,7 @@ def test_a_leak_has_its_slope_and_the_time_left() -> None:
     ],
 )
 def test_what_does_not_grow_to_the_end_is_no_alarm(sizes: list[float]) -> None:
-    assert grown(sizes) is None
+    assert steady_growth("process", [(10.0 * i, size) for i, size in enumerate(sizes)], None) is None
 
 
 @pytest.fixture(autouse=True)

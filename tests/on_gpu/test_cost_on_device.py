@@ -13,11 +13,6 @@ from trainings import Model, Samples, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 
 
-def fit(folder: Path, model: Model, *callbacks: Callback, **options: Any) -> None:
-    trainer = quiet_trainer(folder, accelerator="gpu", callbacks=[*callbacks], **options)
-    trainer.fit(model, loader(Samples(FROM + STEPS + 1)))
-
-
 def host_waits() -> dict[str, int]:
     """Return the number of times this process has waited for the simulated GPU, by kind; raise on a real one."""
     counts = (ctypes.c_long * 4).in_dll(ctypes.CDLL(None), "simulated_cuda_waits")
@@ -41,7 +36,10 @@ def test_the_package_makes_the_host_wait_no_more_often(tmp_path: Path) -> None:
         pytest.skip("only the simulated GPU counts waits; on hardware, the test of the sync debug mode asks for them")
     without, with_ours = Waits(), Waits()
     ours = GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0.1)
-    for name, callbacks in {"without": [without], "with": [with_ours, *ours]}.items():
-        fit(tmp_path / name, Model(), *callbacks, logger=CSVLogger(tmp_path / name), log_every_n_steps=10)
+    both: dict[str, list[Callback]] = {"without": [without], "with": [with_ours, *ours]}
+    for name, callbacks in both.items():
+        logger = CSVLogger(tmp_path / name)
+        trainer = quiet_trainer(tmp_path, accelerator="gpu", callbacks=callbacks, logger=logger, log_every_n_steps=10)
+        trainer.fit(Model(), loader(Samples(FROM + STEPS + 1)))
     assert sum(without.added.values()) >= STEPS / 10  # for each logged loss; batches of pageable memory come on top
     assert with_ours.added == without.added

@@ -49,11 +49,15 @@ def test_what_filled_the_memory_is_named(name: str, tmp_path: Path) -> None:
     assert said["right"], "\n".join(map(str, said.items()))
 
 
-def number(pattern: str, advice: str) -> int:
-    """Return the number that advice gives at this place."""
+def word(pattern: str, advice: str) -> str:
+    """Return what advice has at this place."""
     found = re.search(pattern, advice)
     assert found is not None, advice
-    return int(found[1].replace(",", ""))
+    return found[1]
+
+
+def number(pattern: str, advice: str) -> int:
+    return int(word(pattern, advice).replace(",", ""))
 
 
 def smaller_batches(case: Case, advice: str) -> dict[str, Any]:
@@ -61,10 +65,8 @@ def smaller_batches(case: Case, advice: str) -> dict[str, Any]:
     size = number(r"Set batch_size=(\d+) \(now \d+\)", advice)
     effective = case.batches().batches[4].shape[0] * case.options.get("accumulate_grad_batches", 1)
     assert size * accumulate == pytest.approx(effective, rel=0.01)
-    return {
-        "batches": partial(runs.Batches, size),
-        "options": {**case.options, "accumulate_grad_batches": accumulate},
-    }
+    options = {**case.options, "accumulate_grad_batches": accumulate}
+    return {"batches": partial(runs.Batches, size), "options": options}
 
 
 def smaller_validation_batches(case: Case, advice: str) -> dict[str, Any]:
@@ -73,73 +75,51 @@ def smaller_validation_batches(case: Case, advice: str) -> dict[str, Any]:
 
 
 def other_precision(case: Case, advice: str) -> dict[str, Any]:
-    found = re.search(r"precision='([\w-]+)'", advice)
-    assert found is not None, advice
-    return {"options": {"precision": found[1]}}
+    return {"options": {"precision": word(r"precision='([\w-]+)'", advice)}}
 
 
 def other_allocator(case: Case, advice: str) -> dict[str, Any]:
-    found = re.search(r"Set (PYTORCH\S+) in the environment", advice)
-    assert found is not None, advice
-    return {"allocator": found[1]}
+    return {"allocator": word(r"Set (PYTORCH\S+) in the environment", advice)}
 
 
-def changed(words: str, **changes: Any) -> Callable[[Case, str], dict[str, Any]]:
-    """Return a function that checks that these words are advised, and makes these changes."""
+def with_model(words: str, model: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., dict[str, Any]]:
+    """Return a function that checks that these words are advised, and makes another model."""
 
     def follow(case: Case, advice: str) -> dict[str, Any]:
         assert words in advice
-        return changes
+        return {"model": partial(model, *args, **options)}
 
     return follow
 
 
+def keeping(words: str, *kept: Any, **options: Any) -> Callable[..., dict[str, Any]]:
+    return with_model(words, runs.Keeps, *kept, **options)
+
+
+large = replace(
+    CASES["a batch that fits in forward alone"],
+    model=partial(runs.Layers, 12),
+    batches=partial(runs.Batches, 200),
+    allowed=9600,
+)
+read_on_cpu = partial(runs.LoadsACheckpoint, 8, map_location="cpu", mmap=True)
 FOLLOWED: list[tuple[Case, Callable[[Case, str], dict[str, Any]]]] = [
     (CASES["a batch that fits in forward alone"], smaller_batches),
     (CASES["a validation batch too large"], smaller_validation_batches),
-    (
-        replace(
-            CASES["a batch that fits in forward alone"],
-            model=partial(runs.Layers, 12),
-            batches=partial(runs.Batches, 200),
-            allowed=9600,
-        ),
-        other_precision,
-    ),
-    (
-        CASES["states too large"],
-        changed("Set AdamW(..., fused=True)", model=partial(runs.Layers, 13, fused=True)),
-    ),
+    (large, other_precision),
+    (CASES["states too large"], with_model("Set AdamW(..., fused=True)", runs.Layers, 13, fused=True)),
     (CASES["memory in pieces"], other_allocator),
-    (CASES["graphs kept"], changed("loss.detach()", model=partial(runs.Keeps, runs.mean_without_graph))),
-    (CASES["outputs kept"], changed("loss.item()", model=partial(runs.Keeps, runs.as_a_number))),
-    (
-        CASES["a graph in validation"],
-        changed("Remove torch.enable_grad()", model=partial(runs.Keeps, None, runs.mean_with_graph)),
-    ),
-    (
-        CASES["a graph in validation"],
-        changed("metric.detach()", model=partial(runs.Keeps, None, runs.mean_without_graph, with_graph=True)),
-    ),
-    (
-        CASES["outputs kept in validation"],
-        changed("Reduce outputs to numbers", model=partial(runs.Keeps, None, runs.as_a_number)),
-    ),
-    (
-        CASES["outputs kept in validation"],
-        changed("to the CPU (.cpu())", model=partial(runs.Keeps, None, runs.on_the_cpu)),
-    ),
-    (
-        CASES["a checkpoint on the GPU"],
-        changed(
-            "torch.load(path, map_location='cpu', mmap=True)",
-            model=partial(runs.LoadsACheckpoint, 8, map_location="cpu", mmap=True),
-        ),
-    ),
-    (CASES["a hook that takes too much"], changed("Do it in parts", model=partial(runs.AtEpochEnd, 16))),
+    (CASES["graphs kept"], keeping("loss.detach()", runs.mean_without_graph)),
+    (CASES["outputs kept"], keeping("loss.item()", runs.as_a_number)),
+    (CASES["a graph in validation"], keeping("Remove torch.enable_grad()", None, runs.mean_with_graph)),
+    (CASES["a graph in validation"], keeping("metric.detach()", None, runs.mean_without_graph, with_graph=True)),
+    (CASES["outputs kept in validation"], keeping("Reduce outputs to numbers", None, runs.as_a_number)),
+    (CASES["outputs kept in validation"], keeping("to the CPU (.cpu())", None, runs.on_the_cpu)),
+    (CASES["a checkpoint on the GPU"], with_model("torch.load(path, map_location='cpu', mmap=True)", read_on_cpu)),
+    (CASES["a hook that takes too much"], with_model("Do it in parts", runs.AtEpochEnd, 16)),
     (
         CASES["a hook that takes too much"],
-        changed("and under torch.no_grad()", model=partial(runs.AtEpochEnd, 3, with_graph=False)),
+        with_model("and under torch.no_grad()", runs.AtEpochEnd, 3, with_graph=False),
     ),
 ]
 

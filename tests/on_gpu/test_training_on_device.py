@@ -2,15 +2,12 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader
 from trainings import Model, Samples, loader, logged, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
-from lightning_gpu_tools.reports.report import Report, load_report
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 
 BUFFER_BYTES = 2**28
 
@@ -42,20 +39,12 @@ class Busy(Model):
         return super().training_step(batch, batch_idx)
 
 
-def train(folder: Path, model: Model, data: DataLoader[Any], min_seconds: float = 2.0) -> Report:
-    trainer = quiet_trainer(
-        folder,
-        accelerator="gpu",
-        callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=min_seconds)],
-        logger=CSVLogger(folder, name="", version=""),
-        log_every_n_steps=50,
-    )
-    trainer.fit(model, data)
-    return load_report(folder)
-
-
 def test_a_busy_gpu_is_logged_as_busy_and_found_healthy(tmp_path: Path) -> None:
-    report = train(tmp_path, Busy(40), loader(Samples(200)))
+    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=2.0)]
+    logger = CSVLogger(tmp_path, name="", version="")
+    trainer = quiet_trainer(tmp_path, accelerator="gpu", callbacks=callbacks, logger=logger, log_every_n_steps=50)
+    trainer.fit(Busy(40), loader(Samples(200)))
+    report = load_report(tmp_path)
     (gpu,) = report.gpus
     metrics = {name: [*values.values()] for name, values in logged(tmp_path).items()}
     assert max(metrics[f"gpu/{gpu.index}/utilization_percent/mean"]) > 80  # a busy host starves it now and then

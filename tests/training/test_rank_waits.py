@@ -64,6 +64,7 @@ def test_an_error_in_backward_leaves_the_clock_right() -> None:
     with pytest.raises(ZeroDivisionError):
         model.backward(model.loss())
     model.clock.timed(FORWARD, model.time.spend)(8.0)
+    model.clock.stop()
     assert model.clock.seconds[FORWARD] == 8.0
 
 

@@ -1,5 +1,7 @@
 """The step clock, driven by hand as a loop would drive it."""
 
+from collections.abc import Iterator
+
 import pytest
 from trainings import HandClock
 
@@ -29,8 +31,10 @@ class Loop:
 
 
 @pytest.fixture
-def loop() -> Loop:
-    return Loop()
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.clock.stop()
 
 
 def test_phases_add_up_to_the_wall_time(loop: Loop) -> None:
