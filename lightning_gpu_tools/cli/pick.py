@@ -83,7 +83,7 @@ def say(text: str) -> None:
 
 
 def select(args: argparse.Namespace, *, claim: bool, group: str | None = None) -> GpuSelection:
-    """Pick the GPUs that the options request; ``group`` as in ``picking.Attempt``.
+    """Pick the GPUs that the options request; ``group`` as in ``Request``.
 
     Replaces ``--min-free last`` in ``args`` with a size.
     """
@@ -96,10 +96,10 @@ def select(args: argparse.Namespace, *, claim: bool, group: str | None = None) -
         say(origin)
     options = {name: getattr(args, name) for name in OPTIONS if name != "claim"}
     try:
-        request = Request(1 if args.count is None else args.count, claim=claim, **options).checked()
+        request = Request(1 if args.count is None else args.count, claim=claim, group=group, **options).checked()
     except ValueError as error:
         args.parser.error(str(error))
     try:
-        return pick(request, Attempt.choose, group=group)
+        return pick(request, Attempt.choose)
     except KeyboardInterrupt:  # while waiting
         raise SystemExit(130) from None  # as for a program ended by SIGINT, POSIX "Exit Status for Commands"

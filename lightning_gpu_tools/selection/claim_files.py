@@ -147,8 +147,8 @@ class Folder:
 
         starts = [uuid[: len("GPU-12345678")] for uuid in uuids]
         fit = len(starts) <= _MAX_UUID_STARTS and all(map(_UUID_START.fullmatch, starts))
-        culprit = None
-        for attempt in range(1, _MAX_ATTEMPTS + 1):
+        culprit, failure = None, OSError()
+        for _ in range(_MAX_ATTEMPTS):
             name = f"{kind}-{os.urandom(8).hex()}"
             file = "-".join([name, *starts] if fit else [name]) + ".json"
             listener = socket(AF_UNIX)
@@ -161,19 +161,17 @@ class Folder:
                 listener.close()
                 _remove(self._descriptor, made)
                 culprit = self._owner_of_others((f"{name}.sock", f".{file}", file)) or culprit
-                if attempt == _MAX_ATTEMPTS:
-                    raise _unusable(self.path, *self._why_not_put(error, culprit)) from error
-        raise AssertionError("the last attempt returns or raises")
-
-    def _why_not_put(self, error: OSError, culprit: int | None) -> tuple[str, str]:
+                failure = error
         if culprit is not None:
             user = user_name(culprit)
             reason = f"a process of {user} takes every file name that this claim tries"
-            return reason, f"Ask {user} or an administrator to end that process"
-        if error.errno == errno.EACCES:
-            return "you may not create files in it", _open_to_all(self.path)
-        reason = f"no file or Unix socket can be created in it ({error.strerror})"
-        return reason, "Put it on a local file system with free space"
+            advice = f"Ask {user} or an administrator to end that process"
+        elif failure.errno == errno.EACCES:
+            reason, advice = "you may not create files in it", _open_to_all(self.path)
+        else:
+            reason = f"no file or Unix socket can be created in it ({failure.strerror})"
+            advice = "Put it on a local file system with free space"
+        raise _unusable(self.path, reason, advice) from failure
 
     def clean_up(self) -> None:
         """Remove the files of ended processes: those of this user, or of all users as root."""
@@ -342,7 +340,7 @@ def was_told(path: str) -> bool:
     mark = f".told-{os.getuid()}"
     try:
         folder = _create_and_open(path)
-    except ClaimsError:
+    except (ClaimsError, FileNotFoundError):  # unusable, or already removed
         return False
     try:
         os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=folder))
@@ -356,27 +354,26 @@ def was_told(path: str) -> bool:
 
 
 def _create_and_open(path: str) -> int:
-    give_up_s = time.monotonic() + _TIMEOUT_CREATION_S
-    while True:
-        made = True
-        try:
-            os.makedirs(path, mode=0o1777)
-        except FileExistsError:
-            made = False
-        except OSError as error:
-            advice = f"An administrator can create it: mkdir -m 1777 {printable_path(path)}"
-            raise _unusable(path, f"it cannot be created ({error.strerror})", advice) from error
-        with contextlib.suppress(FileNotFoundError):  # already removed
-            found = os.lstat(path)
-            # Another user may have created it just now, and not yet opened it to everybody.
-            is_closed = found.st_uid != os.geteuid() and not found.st_mode & 0o002
-            is_being_made = not made and is_closed and time.time() - found.st_ctime < 1
-            if not is_being_made or time.monotonic() > give_up_s:
-                descriptor = _open(path)
-                if made:
-                    os.fchmod(descriptor, 0o1777)  # regardless of this process's umask
-                return descriptor
-        time.sleep(0.01)
+    made = True
+    try:
+        os.makedirs(path, mode=0o1777)
+    except FileExistsError:
+        made = False
+        give_up_s = time.monotonic() + _TIMEOUT_CREATION_S
+        while _is_being_made(os.lstat(path)) and time.monotonic() < give_up_s:
+            time.sleep(0.01)
+    except OSError as error:
+        advice = f"An administrator can create it: mkdir -m 1777 {printable_path(path)}"
+        raise _unusable(path, f"it cannot be created ({error.strerror})", advice) from error
+    descriptor = _open(path)
+    if made:
+        os.fchmod(descriptor, 0o1777)  # regardless of this process's umask
+    return descriptor
+
+
+def _is_being_made(found: os.stat_result) -> bool:
+    """Return whether another user may have created the folder just now, and not yet opened it to everybody."""
+    return found.st_uid != os.geteuid() and not found.st_mode & 0o002 and time.time() - found.st_ctime < 1
 
 
 def _open(path: str) -> int:

@@ -139,7 +139,7 @@ class HeldClaim:
             rivals = ledger.rivals(uuids, kind, [self.job])
             content = {**self._content, "kind": "whole", "memory_bytes": None} if rivals else self._content
             before, self._held = self._held, ledger.put("claim", content)
-            owner_id = ledger.owner_id
+        owner_id = os.stat(self._path).st_uid  # who can remove the files of others
         before.release()
         if self._is_released:  # meanwhile, by another thread
             self._held.release()
@@ -168,13 +168,13 @@ def keep_claims() -> list[str]:
 class Ledger:
     """The claims and the waiting jobs as of the first read; empty without a folder.
 
-    ``takes_claims`` is true if this process has locked the folder.
+    ``takes_claims`` is true if this process has locked the folder; ``problem`` is the reason that it could not do so.
     """
 
     def __init__(self, folder: Folder | None = None, *, takes_claims: bool = False) -> None:
         self._folder = folder
-        self.owner_id = folder.owner_id if folder else 0  # who can remove the files of others
         self.takes_claims = takes_claims
+        self.problem: ClaimsError | None = None
 
     def claims(self, process_ids: Collection[int] = ()) -> tuple[GpuClaim, ...]:
         """Return the live claims, oldest first, with the PIDs that are certain.

@@ -182,21 +182,13 @@ class Attempt:
         self,
         request: Request,
         ledger: claims.Ledger,
-        problem: ClaimsError | None,  # the reason that claims cannot be made or read
         read_gpus: Callable[[], tuple[GpuReading, ...]],
         ahead: Sequence[GpuWaiter],  # jobs that have waited longer
-        # Name of the processes that share one choice. The first process makes it, and the others adopt it.
-        group: str | None,
-        # UUIDs to pick from, in the order of the result. None: those in CUDA_VISIBLE_DEVICES, best first.
-        among: Sequence[str] | None,
     ) -> None:
         self.request = request
         self.ledger = ledger
-        self.problem = problem
         self.read_gpus = read_gpus
         self.ahead = ahead
-        self.group = group
-        self.among = among
 
     @functools.cached_property
     def gpus(self) -> tuple[GpuReading, ...]:
@@ -211,21 +203,21 @@ class Attempt:
     @property
     def visible(self) -> tuple[GpuReading, ...]:
         """The GPUs that may be picked, in CUDA's order."""
-        if self.among is not None:
-            by_uuid = {gpu.uuid: gpu for gpu in whole_or_instances(self.gpus)}
-            return tuple(by_uuid[uuid] for uuid in self.among if uuid in by_uuid)
-        mask, order = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")
-        return cuda.visible_gpus(self.gpus, mask, order)
+        if self.request.among is None:
+            mask, order = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")
+            return cuda.visible_gpus(self.gpus, mask, order)
+        by_uuid = {gpu.uuid: gpu for gpu in whole_or_instances(self.gpus)}
+        return tuple(by_uuid[uuid] for uuid in self.request.among if uuid in by_uuid)
 
     @property
     def visible_uuids(self) -> tuple[str, ...]:
         """The UUIDs of ``visible``. Does not use the driver if ``CUDA_VISIBLE_DEVICES`` has full UUIDs."""
-        if self.among is not None:
-            return tuple(self.among)
-        entries = tuple(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
-        if all(map(_FULL_UUID.fullmatch, entries)) and len({*entries}) == len(entries):
-            return entries
-        return tuple(str(gpu.uuid) for gpu in self.visible)
+        entries = self.request.among
+        if entries is None:
+            entries = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            if len({*entries}) < len(entries) or not all(map(_FULL_UUID.fullmatch, entries)):
+                entries = [str(gpu.uuid) for gpu in self.visible]
+        return tuple(entries)
 
     @functools.cached_property
     def live_claims(self) -> tuple[GpuClaim, ...]:
@@ -242,32 +234,31 @@ class Attempt:
 
     def choose(self) -> GpuSelection:
         """Pick and claim GPUs. Raise the errors of :func:`select_gpus`."""
-        if self.problem:
-            self._continue_without_claims(self.problem)
+        if self.ledger.problem:
+            self._continue_without_claims(self.ledger.problem)
         visible = self.visible
         by_uuid = {gpu.uuid: gpu for gpu in visible}
         for claim in reversed(self.live_claims):
             if self.is_choice_of_job(claim) and by_uuid.keys() >= {*claim.uuids}:
                 held = self.ledger.join(claim) if self.ledger.takes_claims else None
                 return GpuSelection(tuple(by_uuid[uuid] for uuid in claim.uuids), "", held)
-        ranking = self.rank(self.request, self.ahead)
-        if len(ranking.candidates) < self.request.count:
+        request = self.request
+        ranking = self.rank(request, self.ahead)
+        candidates, count = ranking.candidates, request.count
+        if len(candidates) < count:
             raise self._not_enough(ranking)
-        candidates, count = ranking.candidates, self.request.count
-        chosen = tuple(candidates[:count])
+        chosen = candidates[:count]
         if count not in (1, len(candidates)):
             from lightning_gpu_tools.gpus import nvml
 
-            uuids = [str(candidate.gpu.uuid) for candidate in candidates]
-            links, nodes = nvml.read_connections(uuids)
-            chosen = best_set(candidates, count, links, nodes, memory_matters=self.request.min_free_bytes is None)
-        are_named = self.among is not None and len(self.among) == len(chosen)
-        if not are_named and (warning := mixed_models(chosen)):
+            links, nodes = nvml.read_connections([str(candidate.gpu.uuid) for candidate in candidates])
+            chosen = best_set(candidates, count, links, nodes, memory_matters=request.min_free_bytes is None)
+        if not request.names_gpus and (warning := mixed_models(chosen)):
             claims.warn_once(warning)
-        if self.among is not None:  # child processes number GPUs in this order once CUDA has started in the parent
+        if request.among is not None:  # child processes number GPUs in this order once CUDA has started in the parent
             chosen = tuple(sorted(chosen, key=lambda candidate: visible.index(candidate.gpu)))
         held = None
-        if self.ledger.takes_claims and (self.request.claim or self.group is not None):
+        if self.ledger.takes_claims and (request.claim or request.group is not None):
             try:
                 held = self.take([str(candidate.gpu.uuid) for candidate in chosen])
             except ClaimsError as error:
@@ -276,7 +267,7 @@ class Attempt:
 
     def is_choice_of_job(self, claim: GpuClaim) -> bool:
         """Return whether another process of this job made this choice. Picking again could give a different result."""
-        if self.group is not None and claim.group == self.group:
+        if self.request.group is not None and claim.group == self.request.group:
             return claims.is_trusted(claim)  # anybody can write any group name
         # Lightning's DDP starts the other ranks by running the script again, so they repeat the first rank's request.
         is_rank = "LOCAL_RANK" in os.environ
@@ -284,46 +275,40 @@ class Attempt:
 
     def take(self, uuids: Sequence[str], *, share: bool = False) -> HeldClaim:
         """Claim GPUs as requested; if others ``share`` them, as ``whole``, which contradicts no other claim."""
-        take = functools.partial(self.ledger.take, uuids, group=self.group)
-        if not self.request.claim:
+        request = self.request
+        take = functools.partial(self.ledger.take, uuids, group=request.group)
+        if not request.claim:
             return take("memory", 0)  # only so that the others of the group can find it
-        if share or not self.request.promises:
+        if share or not request.promises:
             return take("whole")
-        return take("exclusive") if self.request.exclusive else take("memory", self.request.min_free_bytes)
+        return take("exclusive") if request.exclusive else take("memory", request.min_free_bytes)
 
     def _continue_without_claims(self, error: ClaimsError) -> None:
         """Warn that there are no claims, or raise the error if a guarantee depends on them."""
+        request = self.request
         # If all GPUs are requested by number, every process of the group gets the same result.
-        named = self.among is not None and len(self.among) == self.request.count
-        if (self.group is not None and not named) or (self.request.claim and self.request.promises):
+        if (request.group is not None and not request.names_gpus) or (request.claim and request.promises):
             raise error
-        consequence = " The GPUs of this job are not claimed." if self.request.claim else ""
-        claims.warn_once(f"{error}{consequence}")
+        claims.warn_once(f"{error}{' The GPUs of this job are not claimed.' * request.claim}")
 
     def _not_enough(self, ranking: Ranking) -> NotEnoughGpusError:
-        count, mask, visible = self.request.count, os.environ.get("CUDA_VISIBLE_DEVICES"), self.visible
-        outside = f"outside CUDA_VISIBLE_DEVICES={mask!r}" if self.among is None else "not among the requested GPUs"
+        request, mask, visible = self.request, os.environ.get("CUDA_VISIBLE_DEVICES"), self.visible
+        outside = f"outside CUDA_VISIBLE_DEVICES={mask!r}" if request.among is None else "not among the requested GPUs"
         hidden = [Rejection(gpu, outside) for gpu in whole_or_instances(self.gpus) if gpu not in visible]
         rejections = [*ranking.rejections, *hidden]
         rejections.sort(key=lambda rejection: (rejection.gpu.index, rejection.gpu.mig_index or 0))
-        message = f"Asked for {plural(count, 'GPU')}, but "
+        message = f"Asked for {plural(request.count, 'GPU')}, but "
         if not self.gpus:
             message += "the NVIDIA driver lists none."
         else:
             message += f"{len(ranking.candidates)} of {plural(len(visible), 'visible GPU')} can be used."
-            if mask is not None and self.among is None and (fault := cuda.few_visible(self.gpus, mask)):
+            if mask is not None and request.among is None and (fault := cuda.few_visible(self.gpus, mask)):
                 message += f" {fault}"
         message = "\n  ".join([message, *folded_reasons(rejections)])
-        return NotEnoughGpusError(message, count, [str(rejection) for rejection in rejections])
+        return NotEnoughGpusError(message, request.count, [str(rejection) for rejection in rejections])
 
 
-def pick(
-    request: Request,
-    decide: Callable[[Attempt], _T],
-    *,
-    group: str | None = None,
-    among: Sequence[str] | None = None,
-) -> _T:
+def pick(request: Request, decide: Callable[[Attempt], _T]) -> _T:
     """Call ``decide`` with the claims locked. With ``wait``, repeat until it raises no ``NotEnoughGpusError``."""
     from lightning_gpu_tools.gpus import nvml
 
@@ -348,14 +333,14 @@ def pick(
         if request.promises or waits:
             claims.warn_if_private()
         while True:
-            with _ledger(waits or request.claim or group is not None) as (ledger, problem):
-                if isinstance(problem, ClaimsLockedError) and time.monotonic() < give_up_s:
-                    claims.warn_once(f"{problem} Waiting for the lock.")
+            with _ledger(waits or request.claim or request.group is not None) as ledger:
+                if isinstance(ledger.problem, ClaimsLockedError) and time.monotonic() < give_up_s:
+                    claims.warn_once(f"{ledger.problem} Waiting for the lock.")
                     continue
                 ahead = ledger.waiters if waits else ()
                 if place and place.name in (names := [waiter.name for waiter in ahead]):
                     ahead = ahead[: names.index(place.name)]
-                attempt = Attempt(request, ledger, problem, read_gpus, ahead, group, among)
+                attempt = Attempt(request, ledger, read_gpus, ahead)
                 try:
                     return decide(attempt)
                 except NotEnoughGpusError as error:
@@ -394,8 +379,8 @@ def _prefixed(error: NotEnoughGpusError, sentence: str) -> NotEnoughGpusError:
 
 
 @contextlib.contextmanager
-def _ledger(writes: bool) -> Iterator[tuple[claims.Ledger, ClaimsError | None]]:
-    """Yield the claims, locked if ``writes``, and the problem with their folder, if any."""
+def _ledger(writes: bool) -> Iterator[claims.Ledger]:
+    """Yield the claims, locked if ``writes`` and if that is possible."""
     path = claims.directory()
     problem = None
     with contextlib.ExitStack() as stack:
@@ -408,4 +393,5 @@ def _ledger(writes: bool) -> Iterator[tuple[claims.Ledger, ClaimsError | None]]:
             except ClaimsError:
                 problem = ClaimsError(f"{error} The claims of other jobs are unknown.")
                 ledger = claims.Ledger()
-        yield ledger, problem
+        ledger.problem = problem
+        yield ledger

@@ -1,5 +1,6 @@
 """The choice of CUDA devices for training, made once for all processes that a launcher started on this machine."""
 
+import functools
 import importlib.util
 import logging
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError, NvmlUnavailableError
-from lightning_gpu_tools.gpus.readings import GpuClaim, folded_claims
+from lightning_gpu_tools.gpus.readings import folded_claims
 from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.picking import Attempt, list_gpus, pick, show_gpus
 from lightning_gpu_tools.selection.ranking import Request
@@ -85,14 +86,15 @@ def place(devices: int | Sequence[int], request: Request, cuda_uuids: Callable[[
     request is ignored.
     """
     shown = cuda_uuids() if cuda.is_initialized() else None
-    if not isinstance(devices, int):
-        group = _launcher_group(len(devices))
-        return pick(request, lambda attempt: _check(devices, attempt), group=group, among=shown)
-    group = _launcher_group(devices)
-    if shown is not None and group is None:
-        # Children cannot get the choice from the environment. They find it by its claim, which must exist.
-        group = secrets.token_hex(8)
-    return pick(request, lambda attempt: _place(devices, attempt), group=group, among=shown)
+    decide: Callable[[Attempt], list[int]]
+    if isinstance(devices, int):
+        decide, group = functools.partial(_place, devices), _launcher_group(devices)
+        if shown is not None and group is None:
+            # Children cannot get the choice from the environment. They find it by its claim, which must exist.
+            group = secrets.token_hex(8)
+    else:
+        decide, group = functools.partial(_check, devices), _launcher_group(len(devices))
+    return pick(request._replace(group=group, among=shown), decide)
 
 
 def how_many(request: Request) -> int:
@@ -119,10 +121,9 @@ def count_devices() -> int:
 
 
 def _place(devices: int, attempt: Attempt) -> list[int]:
-    own = _own_choice(devices, attempt)
+    own = _joined_choice(devices, attempt)
     if own:
-        _join(own, attempt)
-        return _use(own.uuids, attempt)
+        return _use(own, attempt)
     uuids = attempt.visible_uuids
     count = _how_many(attempt) if devices == -1 else devices
     attempt.request = attempt.request._replace(count=count)
@@ -133,8 +134,8 @@ def _place(devices: int, attempt: Attempt) -> list[int]:
         log().info("CUDA_VISIBLE_DEVICES already lists %d GPUs (requested: %d) and is not changed.", len(uuids), count)
         _claim_granted(attempt)
         return list(range(count))  # Lightning reports which of them do not exist
-    started = " CUDA had already started, so they are selected by number." if attempt.among is not None else ""
-    return _use(_choose(attempt, started), attempt)
+    started = " CUDA had already started, so they are selected by number."
+    return _use(_choose(attempt, "" if attempt.request.among is None else started), attempt)
 
 
 def log() -> logging.Logger:
@@ -144,8 +145,9 @@ def log() -> logging.Logger:
 
 
 def _use(chosen: Sequence[str], attempt: Attempt) -> list[int]:
-    if attempt.among is not None:  # ascending, because Trainer.device_ids is wrong otherwise
-        return sorted(attempt.among.index(uuid) for uuid in chosen)
+    among = attempt.request.among
+    if among is not None:  # ascending, because Trainer.device_ids is wrong otherwise
+        return sorted(among.index(uuid) for uuid in chosen)
     if tuple(chosen) != attempt.visible_uuids:  # do not change what a scheduler set
         show_gpus(chosen)
     return list(range(len(chosen)))
@@ -153,12 +155,8 @@ def _use(chosen: Sequence[str], attempt: Attempt) -> list[int]:
 
 def _check(devices: Sequence[int], attempt: Attempt) -> list[int]:
     wanted = [uuid for index, uuid in enumerate(attempt.visible_uuids) if index in devices]
-    own = next((claim for claim in _own_claims(attempt) if set(claim.uuids) == set(wanted)), None)
-    if own:
-        _join(own, attempt)
-    else:
-        attempt.among = wanted
-        attempt.request = attempt.request._replace(count=len(devices))
+    attempt.request = attempt.request._replace(count=len(devices), among=wanted)
+    if not _joined_choice(len(devices), attempt):
         _choose(attempt, " They were requested by number.")
     return list(devices)
 
@@ -172,9 +170,9 @@ def _choose(attempt: Attempt, remark: str) -> tuple[str, ...]:
 
 
 def _how_many(attempt: Attempt) -> int:
-    own = _own_choice(-1, attempt)
+    own = _joined_choice(-1, attempt)
     if own:
-        return len(own.uuids)
+        return len(own)
     divided = any(uuid.startswith("MIG-") for uuid in attempt.visible_uuids)
     if "CUDA_VISIBLE_DEVICES" in os.environ and attempt.visible_uuids and not divided:
         return len(attempt.visible_uuids)
@@ -212,8 +210,8 @@ def _claim_granted(attempt: Attempt) -> None:
         return
     uuids, ledger = attempt.visible_uuids, attempt.ledger
     try:
-        if attempt.problem:
-            raise attempt.problem
+        if attempt.ledger.problem:
+            raise attempt.ledger.problem
         for claim in ledger.claims():
             if attempt.is_choice_of_job(claim) and set(claim.uuids) == set(uuids):
                 ledger.join(claim)
@@ -232,21 +230,17 @@ def _claim_granted(attempt: Attempt) -> None:
         claims.warn_once(f"{error} The GPUs of this job are not claimed.")
 
 
-def _own_claims(attempt: Attempt) -> list[GpuClaim]:
-    return [claim for claim in reversed(attempt.ledger.claims()) if claims.is_of_own_job(claim)]
-
-
-def _own_choice(devices: int, attempt: Attempt) -> GpuClaim | None:
-    """Return this job's latest claim on this number of visible GPUs; -1: any number."""
-    wanted = (claim for claim in _own_claims(attempt) if devices in (-1, len(claim.uuids)))
-    return next((claim for claim in wanted if {*claim.uuids} <= {*attempt.visible_uuids}), None)
-
-
-def _join(claim: GpuClaim, attempt: Attempt) -> None:
-    try:
-        if attempt.problem:
-            raise attempt.problem
-        if attempt.ledger.takes_claims:
-            attempt.ledger.join(claim)
-    except ClaimsError as error:
-        claims.warn_once(f"{error} The claim of this job ends with the process that made it.")
+def _joined_choice(devices: int, attempt: Attempt) -> tuple[str, ...]:
+    """Return the GPUs of this job's latest claim on this number of visible GPUs (-1: any number), and hold it, too."""
+    for claim in reversed(attempt.ledger.claims()):
+        is_as_large = devices in (-1, len(claim.uuids))
+        if claims.is_of_own_job(claim) and is_as_large and {*claim.uuids} <= {*attempt.visible_uuids}:
+            try:
+                if attempt.ledger.problem:
+                    raise attempt.ledger.problem
+                if attempt.ledger.takes_claims:
+                    attempt.ledger.join(claim)
+            except ClaimsError as error:
+                claims.warn_once(f"{error} The claim of this job ends with the process that made it.")
+            return claim.uuids
+    return ()

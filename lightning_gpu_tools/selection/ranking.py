@@ -34,7 +34,7 @@ OPTIONS = {
 
 
 class Request(NamedTuple):
-    """A job's request, with the options of :func:`lightning_gpu_tools.select_gpus`."""
+    """A job's request, with the options of :func:`lightning_gpu_tools.select_gpus`, and where it picks."""
 
     count: int = 1  # type: ignore[assignment]  # tuples have a method of this name, which nobody needs here
     min_free: int | str | None = None
@@ -43,6 +43,10 @@ class Request(NamedTuple):
     name: str | None = None
     wait: float | str | None = None
     claim: bool = True
+    # Name of the processes that share one choice. The first process makes it, and the others adopt it.
+    group: str | None = None
+    # UUIDs to pick from, in the order of the result. None: those in CUDA_VISIBLE_DEVICES, best first.
+    among: Sequence[str] | None = None
 
     def checked(self) -> "Request":
         """Return the request; raise ``ValueError`` if an option is out of range."""
@@ -61,6 +65,11 @@ class Request(NamedTuple):
             )
         _ = self.min_free_bytes, self.wait_s  # raises if they are invalid
         return self
+
+    @property
+    def names_gpus(self) -> bool:
+        """Whether the request is for exactly the GPUs that it is ``among``."""
+        return self.among is not None and len(self.among) == self.count
 
     @property
     def promises(self) -> bool:

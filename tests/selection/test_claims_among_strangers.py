@@ -243,7 +243,7 @@ os.environ["LIGHTNING_GPU_TOOLS_JOB"] = "j"
 from lightning_gpu_tools.selection.picking import Attempt, pick
 from lightning_gpu_tools.selection.ranking import Request
 try:
-    print(pick(Request(), Attempt.choose, group="g").uuids)
+    print(pick(Request(group="g"), Attempt.choose).uuids)
 except Exception as error:
     print(error)
 """
