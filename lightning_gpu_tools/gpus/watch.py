@@ -1,5 +1,6 @@
-"""A thread that samples the GPUs of one node during one fit, and the metrics, summaries and problems of these GPUs."""
+"""Sampling of the GPUs of one node during one fit, and the metrics, summaries and problems of these GPUs."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
+from lightning_gpu_tools.background import BackgroundJobs
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.metrics import (
@@ -39,7 +41,7 @@ _LAST_POLL_S = 2.0  # limit for one more poll at the end of a run
 
 
 class GpuWatch:
-    """A thread that samples GPUs and MIG instances until it is closed, and aggregates the samples.
+    """A job in a thread that samples GPUs and MIG instances until it is closed, and aggregates the samples.
 
     ``gpus`` are those to log and report, and the model is ``trained_on`` some of these or others. ``job_pids`` returns
     the PIDs of this job's processes on the node, in their own namespace.
@@ -58,6 +60,9 @@ class GpuWatch:
         interval_s: float,
         node: int,
     ) -> None:
+        from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
+        self._job_pids = job_pids if nvml.pids_are_ours() else lambda: None
         self._gpus = {gpu.uuid: gpu for gpu in gpus if gpu.uuid is not None}
         self._trained_on = frozenset(not_none(gpu.uuid for gpu in trained_on))
         self._interval_s = min(interval_s, _MAX_INTERVAL_S)
@@ -85,27 +90,22 @@ class GpuWatch:
         self._latest: dict[str, GpuSample] = {}
         self._probes: dict[str, GpuProbe] = {}
         self._failures: dict[str, Exception] = {}  # GPU -> why it is no longer measured
-        self._late: set[str] = set()  # GPUs for which the driver has not answered
-        self._cpu_s: dict[str, float] = {}  # of the calls for a GPU, and of the thread itself
-        self._begun = self._done = self._wanted = 0  # polls
-        self._stopping = self._has_ended = False
-        self._changed = threading.Condition()  # its lock guards everything that the thread collects
-        self._thread = threading.Thread(target=self._run, name="lightning-gpu-tools-sampler", daemon=True)
-        self._thread.start()
-        with self._changed:
-            self._changed.wait_for(lambda: self._done or self._has_ended, limits.LIMIT_S)
-            unusable = [error for error in [*self._failures.values()] if isinstance(error, NvmlUnavailableError)]
-        if unusable:
-            self._stop()
-            raise unusable[0]
-        from lightning_gpu_tools.gpus import nvml  # imports pynvml
-
-        self._job_pids = job_pids if nvml.pids_are_ours() else lambda: None
+        self._calls_cpu_s: dict[str, float] = {}  # by GPU
+        self._begun = self._done = 0  # polls
+        self._polled = threading.Condition()  # its lock guards everything that is collected
+        self.jobs = BackgroundJobs()
+        self.jobs.add("Sampling of the GPUs", self._poll)
+        with self._polled:
+            self._polled.wait_for(lambda: self._done, limits.LIMIT_S)
+        for error in [*self._failures.values()]:
+            if isinstance(error, NvmlUnavailableError):
+                self.jobs.close()
+                raise error
 
     @property
-    def cpu_s(self) -> float:
-        """CPU time of the thread and of its calls."""
-        return sum([*self._cpu_s.values()])
+    def calls_cpu_s(self) -> float:
+        """CPU time of all calls, which have threads of their own."""
+        return sum([*self._calls_cpu_s.values()])
 
     @property
     def own_pids(self) -> frozenset[int] | None:
@@ -115,7 +115,7 @@ class GpuWatch:
     def enter(self, phase: Phase) -> None:
         """Assign samples to this phase from now on. The first phase is training."""
         if self._pid == os.getpid():  # in a forked child, a thread of the parent may hold the lock forever
-            with self._changed:
+            with self._polled:
                 self._phases.append((time.time(), phase))
 
     def take(self, phase: Phase = "training") -> dict[str, GpuWindow]:
@@ -156,7 +156,7 @@ class GpuWatch:
 
     def take_metrics(self) -> tuple[dict[str, float], list[str]]:
         """Return the metrics and the descriptions of problems since the last call; empty if there was no new poll."""
-        polled = self._done, {*self._failures, *self._late}
+        polled = self._done, {uuid for uuid in self._timelines if uuid in self._failures or limits.is_late(uuid)}
         if polled == self._taken:
             return {}, []
         self._taken = polled
@@ -188,7 +188,7 @@ class GpuWatch:
         return tuple(self._summary(*gpu) for gpu in gpus)
 
     def _summary(self, gpu: GpuReading, window: GpuWindow, validation: GpuWindow) -> GpuSummary:
-        with self._changed:
+        with self._polled:
             series = {name: timeline.series() for name, timeline in self._timelines[window.uuid].items()}
         power = [watts for _, watts in series["power_watts"].points()]
         return GpuSummary(
@@ -207,19 +207,15 @@ class GpuWatch:
     def close(self) -> None:
         """End the thread. Collected data can still be taken."""
         if self._pid == os.getpid():
-            self._stop()
-            self._thread.join(limits.LIMIT_S)
-
-    def _stop(self) -> None:
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+            self.jobs.close()
+            with contextlib.suppress(RuntimeError):  # Python, which is ending, starts no thread
+                limits.answers({uuid: probe.close for uuid, probe in self._probes.items()}, limits.LIMIT_S)
 
     def _latest_samples(self) -> dict[str, GpuSample]:
         """Return the last sample of each GPU, by UUID."""
         if self._pid != os.getpid():
             return {}
-        with self._changed:
+        with self._polled:
             return dict(self._latest)
 
     def _read(
@@ -227,52 +223,33 @@ class GpuWatch:
     ) -> dict[str, GpuWindow]:
         if self._pid != os.getpid():  # the parent's thread may hold the lock forever
             return {}
-        with self._changed:
+        with self._polled:
             if wait_s > 0:
-                self._wanted = wanted = self._begun + 1
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._done >= wanted or self._has_ended, min(wait_s, limits.LIMIT_S))
+                wanted = self._begun + 1
+                self.jobs.run_now()
+                self._polled.wait_for(lambda: self._done >= wanted or self.jobs.is_closed, min(wait_s, limits.LIMIT_S))
             found = {uuid: read(window) for uuid, window in windows.items()}
-            problems = {
-                uuid: f"{uuid} is no longer measured after an unexpected error: {printable(repr(error), 200)}."
-                for uuid, error in [*self._failures.items()]
-            }
-            for uuid in self._late:
-                late = f"The driver has not answered for {uuid} within {limits.LIMIT_S:.0f} s"
-                problems[uuid] = f"{late}. This GPU is not measured until it answers. Check `dmesg`."
+        problems = {
+            uuid: f"{uuid} is no longer measured after an unexpected error: {printable(repr(error), 200)}."
+            for uuid, error in [*self._failures.items()]
+        }
+        for uuid in filter(limits.is_late, found):
+            late = f"The driver has not answered for {uuid} within {limits.LIMIT_S:.0f} s"
+            problems[uuid] = f"{late}. This GPU is not measured until it answers. Check `dmesg`."
         for uuid, problem in problems.items():
             found[uuid] = dataclasses.replace(found[uuid], problems=(*found[uuid].problems, problem))
         own_pids = self.own_pids
         return {uuid: with_shares(window, own_pids) for uuid, window in found.items()}
 
-    def _run(self) -> None:
-        try:
-            from lightning_gpu_tools.gpus import nvml  # only now: it imports pynvml
-
-            with nvml.session():
-                while not self._stopping:
-                    self._poll()
-                    with self._changed:  # the first sample is the baseline of the counters
-                        self._changed.wait_for(lambda: self._stopping or self._begun < self._wanted, self._interval_s)
-                limits.answers({uuid: probe.close for uuid, probe in self._probes.items()}, limits.LIMIT_S)
-        except Exception as error:  # noqa: BLE001 - no driver; or Python, which is ending, starts no thread
-            self._failures.update(dict.fromkeys(self._timelines, error))
-        finally:
-            with self._changed:
-                self._has_ended = True
-                self._changed.notify_all()
-
-    def _poll(self) -> None:
+    def _poll(self) -> float:
         self._begun += 1
-        uuids = [uuid for uuid in self._timelines if uuid not in self._failures]
         # A GPU that hangs delays the others once. It is not asked again until it has answered.
-        reads = {uuid: functools.partial(self._sample, uuid) for uuid in uuids}
-        answered = limits.answers(reads, limits.LIMIT_S)
-        self._cpu_s[""] = time.thread_time()
-        with self._changed:
-            self._late = reads.keys() - answered
+        reads = {uuid: functools.partial(self._sample, uuid) for uuid in self._timelines if uuid not in self._failures}
+        limits.answers(reads, limits.LIMIT_S)
+        with self._polled:
             self._done += 1
-            self._changed.notify_all()
+            self._polled.notify_all()
+        return self._interval_s  # the first sample is the baseline of the counters
 
     def _sample(self, uuid: str) -> None:
         """Read a GPU, in a thread of its own, and add the sample, even if it comes late."""
@@ -282,12 +259,12 @@ class GpuWatch:
 
                 self._probes[uuid] = GpuProbe(uuid)
             sample = self._probes[uuid].read()
-            with self._changed:
+            with self._polled:
                 self._add(sample)
         except Exception as error:  # noqa: BLE001 - training continues after any error
             self._failures[uuid] = error
         finally:
-            self._cpu_s[uuid] = self._cpu_s.get(uuid, 0.0) + time.thread_time()
+            self._calls_cpu_s[uuid] = self._calls_cpu_s.get(uuid, 0.0) + time.thread_time()
 
     def _add(self, sample: GpuSample) -> None:
         for windows in (*self._recent.values(), *self._whole.values()):

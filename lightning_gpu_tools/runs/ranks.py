@@ -14,11 +14,11 @@ import msgspec
 
 from lightning_gpu_tools.advice.lost_time import slowest_rank
 from lightning_gpu_tools.advice.memory_account import MemoryAccount, accounts
+from lightning_gpu_tools.background import SafeReader
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.memory.readings import RankMemory
 from lightning_gpu_tools.runs.run import Run, Timer
-from lightning_gpu_tools.training.background import SafeReader
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
     EPOCH_START,

@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.advice.findings import MIN_SAMPLES
+from lightning_gpu_tools.background import SafeReader
 from lightning_gpu_tools.host import children_cpu_s
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.held import Inside
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.runs.run import Run
-from lightning_gpu_tools.training.background import SafeReader
 from lightning_gpu_tools.training.cores import LONG_WAIT_S, WorkerWatch, growth_per
 from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoaderSettings, LoadingFacts
 from lightning_gpu_tools.training.step_clock import StepClock

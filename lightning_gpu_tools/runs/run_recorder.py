@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
+from lightning_gpu_tools.background import SafeReader
 from lightning_gpu_tools.gpus.metrics import GpuWindow, Timeline, mean_window
 from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
 from lightning_gpu_tools.host import resident_memory_bytes
@@ -23,7 +24,6 @@ from lightning_gpu_tools.runs.run import Run, Timer
 from lightning_gpu_tools.runs.run_gpus import gpu_readings, mean_utilization
 from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.background import SafeReader
 from lightning_gpu_tools.training.cores import CoreUse, CoreUsers, in_reach
 from lightning_gpu_tools.training.dataset import DatasetGrowth, path_of_data, storage_of
 from lightning_gpu_tools.training.line_sampler import LineSampler

@@ -71,7 +71,7 @@ def describe(session: Session, outcome: str, measured: RunMeasurements | None = 
     assert diagnosis is not None
     run, clock, watch, ending = session.run, session.clock, session.gpus, session.ending
     times, steps, phase_s = measured.step_times, clock.steps, measured.phase_s if ended else clock.so_far()
-    thread_s = sum(thread.cpu_s for thread in session.threads) + (0.0 if watch is None else watch.cpu_s)
+    thread_s = sum(thread.cpu_s for thread in session.threads) + (0.0 if watch is None else watch.calls_cpu_s)
     no_gpu = f"No GPU: {measured.activity} runs on {run.device.type!r}, so only the host was measured."
     gpus = () if watch is None else watch.summaries(at_end=ended)
     if not ended:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.verdict import early_warnings
+from lightning_gpu_tools.background import BackgroundJobs
 from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.run import Run, Timer
@@ -21,7 +22,6 @@ from lightning_gpu_tools.runs.stall_watch import StallAfter, StallWatch
 from lightning_gpu_tools.runs.surroundings import shortcomings
 from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.run_measurements import LoaderResult
 from lightning_gpu_tools.training.step_clock import Startup, StepClock
@@ -57,7 +57,7 @@ class Session:
         self._process = os.getpid()
         self._is_monitored = False
         self._sampling: dict[str, Any] = {"devices": "trainer", "interval_s": 1.0}
-        self.threads: list[BackgroundJobs] = [self.background]  # all but the GPUs' sampler
+        self.threads: list[BackgroundJobs] = [self.background]
         self.last_step = -1  # of the clock: the last sampled step
         self._logs: int | None = None
         self._next_log_s = 0.0  # by the clock
@@ -141,6 +141,8 @@ class Session:
                 self.background.add("Keeping the claim", self._keep_claims)
             recorder.lines.start(self.clock.thread_id)
             self.threads += recorder.lines, recorder.ranks.exchange
+            if self.gpus is not None:
+                self.threads.append(self.gpus.jobs)
             self.recorder = self.ending.recorder = recorder
         return self.recorder
 

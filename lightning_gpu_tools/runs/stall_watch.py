@@ -24,12 +24,12 @@ from lightning_gpu_tools.advice.stalls import (
     is_excused,
     limit_s,
 )
+from lightning_gpu_tools.background import BackgroundJobs
 from lightning_gpu_tools.errors import StalledTrainingWarning
 from lightning_gpu_tools.reports.report import FILE_NAME
 from lightning_gpu_tools.runs.publish import notify
 from lightning_gpu_tools.runs.run import Timer
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.phases import CHECKPOINT, base_phase
 from lightning_gpu_tools.training.rank_exchange import Board, RankPlace
 from lightning_gpu_tools.training.stacks import (

@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from lightning_gpu_tools.background import BackgroundJobs
 from lightning_gpu_tools.patches import Patches
 from lightning_gpu_tools.trainer.families import family_of
-from lightning_gpu_tools.training.background import BackgroundJobs
 
 _POLL_S = 0.25  # our default: a request may be this late, of the usual 30 s or more of grace
 _AGREE_TIMEOUT_S = 20.0  # our default: a rank that has not answered by then is lost, and saving would hang

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_gpu_tools.background import SafeReader
 from lightning_gpu_tools.host import (
     HostBudget,
     affinity_cores,
@@ -24,7 +25,6 @@ from lightning_gpu_tools.host import (
 )
 from lightning_gpu_tools.processes import ProcessStat, process_stat
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.background import SafeReader
 from lightning_gpu_tools.training.run_measurements import CoreFacts, CoreUser, LoadingFacts, StepBlock
 from lightning_gpu_tools.training.stacks import ThreadTimes, added_times, io_counters, thread_times
 from lightning_gpu_tools.units import user_name

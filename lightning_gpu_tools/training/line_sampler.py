@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from lightning_gpu_tools.background import BackgroundJobs
 from lightning_gpu_tools.files import scratch_prefix
 from lightning_gpu_tools.patches import Patches, frames_kept
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.dataset import DatasetGrowth, GrownAttribute
 from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, MONITORING, PAUSES, base_phase
 from lightning_gpu_tools.training.run_measurements import SourceLine

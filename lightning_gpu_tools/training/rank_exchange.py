@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
-from lightning_gpu_tools.training.background import BackgroundJobs
+from lightning_gpu_tools.background import BackgroundJobs
 
 # Our defaults.
 TIMEOUT_S = 5.0  # total wait for all ranks when training ends; they end almost at the same time

@@ -17,7 +17,7 @@ TIMEOUT_S = 30.0
 
 
 def sampling_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if "sampler" in thread.name]
+    return [thread for thread in threading.enumerate() if "background" in thread.name]
 
 
 @pytest.fixture(autouse=True)

@@ -39,8 +39,8 @@ class BackgroundJobs:
         self.faults: list[str] = []  # the first error of each job that failed
         self.cpu_s = 0.0  # CPU time of the thread so far
         self._entries: list[_Entry] = []
-        self._changed = threading.Condition()  # guards the entries and the fields below
-        self._closed = False
+        self.is_closed = False
+        self._changed = threading.Condition()  # guards the entries, the field above and the one below
         self._thread: threading.Thread | None = None
 
     def add(self, what: str, job: _Job) -> None:
@@ -62,7 +62,7 @@ class BackgroundJobs:
     def close(self, timeout_s: float = _TIMEOUT_S) -> None:
         """End the thread, unless a job hangs."""
         with self._changed:
-            self._closed = True
+            self.is_closed = True
             self._changed.notify()
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -84,7 +84,7 @@ class BackgroundJobs:
 
     def _next(self) -> _Entry | None:
         with self._changed:
-            while not self._closed:
+            while not self.is_closed:
                 entry = min(self._entries, key=lambda one: one.due_s, default=None)
                 wait_s = math.inf if entry is None else entry.due_s - monotonic()
                 if entry is not None and wait_s <= 0:

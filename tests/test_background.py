@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from trainings import background_threads
 
-from lightning_gpu_tools.training import background
-from lightning_gpu_tools.training.background import BackgroundJobs
+from lightning_gpu_tools.background import BackgroundJobs
+from lightning_gpu_tools import background
 
 HOUR_S = 3600.0
 
@@ -79,7 +79,7 @@ def test_neither_forks_nor_the_interpreters_end_wait_for_it(
 ) -> None:
     code = (
         "import os\n"
-        "from lightning_gpu_tools.training.background import BackgroundJobs\n"
+        "from lightning_gpu_tools.background import BackgroundJobs\n"
         "jobs = BackgroundJobs()\n"
         "jobs.add('It', lambda: sum(range(10_000)) * 0.0)\n"  # runs all the time
         "for _ in range(50):\n"
