@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from trainings import background_threads
 
-from lightning_gpu_tools.background import BackgroundJobs
 from lightning_gpu_tools import background
+from lightning_gpu_tools.background import BackgroundJobs
 
 HOUR_S = 3600.0
 
