@@ -8,7 +8,7 @@ from lightning_gpu_tools.selection.claims import warn_once
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(claims_dir: Path) -> Path:
     """Return the path of the claims folder, which does not exist yet. No warning was given before."""
     warn_once.cache_clear()
-    return tmp_path / "claims"
+    return claims_dir

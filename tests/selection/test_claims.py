@@ -189,7 +189,6 @@ def test_a_full_file_system_costs_the_claim_and_nothing_else(driver: Driver, pat
 import os
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.errors import ClaimsError
-os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = {str(path)!r}
 print(*select_gpus().uuids)
 try:
     select_gpus(exclusive=True)
