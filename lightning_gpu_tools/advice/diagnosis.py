@@ -19,10 +19,9 @@ from lightning_gpu_tools.advice.verdict import (
     early_warnings,
     explain_error,
     judge,
-    next_step_of,
     of_short_run,
     why_not,
-    why_of,
+    words_of,
 )
 from lightning_gpu_tools.advice.workers import Failure
 from lightning_gpu_tools.memory.readings import OutOfMemory
@@ -63,7 +62,7 @@ def diagnose(
     if verdict == "too_short":
         reason, change = of_short_run(run, steady, steady_s, min_steps, min_seconds)
     else:
-        reason, change = why_of(run, verdict, findings, left_out), next_step_of(verdict, findings)
+        reason, change = words_of(run, verdict, findings, left_out)
     warnings = early_warnings(run if out_of_memory is None else replace(run, growth=()))
     if out_of_memory is not None:
         of_memory, reason = explain_error(run, out_of_memory)

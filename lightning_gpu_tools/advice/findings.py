@@ -203,8 +203,8 @@ def known(evidence: Mapping[str, float | str | None]) -> dict[str, float | str]:
     return {name: value for name, value in evidence.items() if value is not None}
 
 
-def new_finding(why: str, advice: Sequence[str], evidence: Mapping[str, float | str | None] = {}) -> Finding:
-    """Return a finding that costs no time by itself. ``advice`` has sentences; empty ones are left out."""
+def new_finding(why: str, *advice: str, **evidence: float | str | None) -> Finding:
+    """Return a finding that costs no time by itself. ``advice`` are sentences; empty ones are left out."""
     return Finding(cause="", why=why, advice=" ".join(filter(None, advice)), evidence=known(evidence))
 
 
@@ -254,25 +254,25 @@ def is_of_program(file: str) -> bool:
     return bool(file) and not file.startswith(_FRAMEWORKS)
 
 
-def seen_in(lines: Sequence[SourceLine], *phases: str) -> list[SourceLine]:
-    """Return the lines sampled in these phases, or in phases of these groups, most frequent first, without a phase.
+def seen_in(lines: Sequence[SourceLine], phase: str) -> list[SourceLine]:
+    """Return the lines sampled in this phase, or in phases of this group, most frequent first, without a phase.
 
     Samples without a line of the user's code count for the framework's line.
     """
     samples: Counter[SourceLine] = Counter()
     for seen in lines:
-        if seen.phase in phases or base_phase(seen.phase) in phases:
+        if phase in (seen.phase, base_phase(seen.phase)):
             samples[replace(seen, phase="", samples=0)] += seen.samples
     found = [replace(line, samples=count) for line, count in samples.items() if count]
     return sorted(found, key=lambda line: (-line.samples, line.file, line.line, line.function))
 
 
-def top_lines(lines: Sequence[SourceLine], *phases: str, whose: str = "this time") -> tuple[str | None, str]:
-    """Return the lines with the largest shares of these phases, and a sentence about the first if it is the program's.
+def top_lines(lines: Sequence[SourceLine], phase: str, whose: str = "this time") -> tuple[str | None, str]:
+    """Return the lines with the largest shares of this phase, and a sentence about the first if it is the program's.
 
     ``"data.py:41 in decode (62%), data.py:57 in __getitem__ (20%)"``; ``None`` if there are too few samples.
     """
-    seen = seen_in(lines, *phases)
+    seen = seen_in(lines, phase)
     whole = sum(line.samples for line in seen)
     top = [line for line in seen if line.samples >= _MIN_SHARE * whole][:_MAX_LINES]
     if whole < MIN_SAMPLES or not top:

@@ -180,7 +180,7 @@ def lost_time(
     evidence: Mapping[str, float | str | None] = {},
     phase: str | None = None,
     detail: str = "",
-    lines: Sequence[str] = (),
+    has_lines: bool = False,
     has_function: bool = False,
     basis: Basis = "measured",
     avoidable: float | None = None,
@@ -189,12 +189,12 @@ def lost_time(
     """Return a finding on this share of the wall time.
 
     ``begins`` is the beginning of the reason, before "...% of the wall time", and ``detail`` more numbers after it,
-    by default the seconds per step. ``lines`` are phases, or groups of them, whose source lines it reports;
+    by default the seconds per step. With ``has_lines``, it reports the source lines of ``phase``, or of its group;
     ``has_function`` says to look for a function if no line is known. ``avoidable`` is the removable part of the share,
     by default all, and ``lower`` its lower bound if it was sampled or may be due to chance.
     """
     detail = detail or f"{format_duration(share * run.step_s)} per step"
-    source_lines, hint = top_lines(run.lines, *lines)
+    source_lines, hint = top_lines(run.lines, phase) if has_lines and phase else (None, "")
     hint = hint or (FIND_FUNCTION if has_function else "")
     bound = ceiling(share if avoidable is None else avoidable)
     surely = share if lower is None else lower
@@ -226,9 +226,7 @@ def name_of(phase: str) -> str:
     return printable(name or group)
 
 
-def lost_in(
-    run: RunMeasurements, phase: str, *, begins: str, advice: str, evidence: Mapping[str, float | str | None] = {}
-) -> Finding:
+def lost_in(run: RunMeasurements, phase: str, *, begins: str, advice: str) -> Finding:
     """Return a finding on a phase that occurs now and then.
 
     Up to three events may be chance: one in twenty runs would have none of them. So the part of the share that is not
@@ -247,8 +245,8 @@ def lost_in(
         begins=begins,
         advice=advice,
         phase=phase,
-        evidence={"seconds": run.phase_s[phase], "name": name or None, **evidence},
-        lines=[phase],
+        evidence={"seconds": run.phase_s[phase], "name": name or None},
+        has_lines=True,
         lower=share * repeated,
     )
 
@@ -292,14 +290,3 @@ def own_work_s(ranks: Sequence[RankStep]) -> list[float]:
     """Return the time of each rank's own work on a step, without parts that only some ranks report."""
     unknown = [part for part in PARTS_OF_STEP if len({part in rank.phase_s for rank in ranks}) > 1]
     return [rank.own_step_s - sum(rank.phase_s.get(part, 0.0) for part in unknown) for rank in ranks]
-
-
-def waited_s(rank: RankStep) -> float | None:
-    """Return the time that a rank waits in a step for later ranks; ``None`` if unknown."""
-    return rank.wait_s if rank.others_late_s is None else rank.others_late_s
-
-
-def mean_wait_s(ranks: Sequence[RankStep]) -> float | None:
-    """Return the mean time of a rank in collectives in a step; ``None`` if unknown."""
-    waits = [rank.wait_s for rank in ranks if rank.wait_s is not None]
-    return fmean(waits) if waits and len(waits) == len(ranks) else None

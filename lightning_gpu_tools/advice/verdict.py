@@ -92,33 +92,27 @@ def judge(
     return verdict, found, left_out
 
 
-def why_of(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding], left_out: Sequence[LeftOut]) -> str:
-    """Return the reason for the verdict on a run that is long enough."""
+def words_of(
+    run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding], left_out: Sequence[LeftOut]
+) -> tuple[str, str]:
+    """Return the reason for the verdict on a run that is long enough, and what to do about the first finding."""
     if verdict == "unknown":
-        return f"The driver does not report GPU utilization, and nothing on the host slows {run.activity} down."
+        return (
+            f"The driver does not report GPU utilization, and nothing on the host slows {run.activity} down.",
+            "Check nvidia-smi dmon. On a MIG instance, the driver reports no utilization.",
+        )
     if verdict == SHARED_GPU:
-        return findings[0].why
-    gpus = "GPUs are" if len(run.ranks) > 1 else "GPU is"
-    gpu = "" if busy_percent(run) is None else f"The {gpus} busy {busy_percent(run):.0f}% of the time. "
+        return findings[0].why, findings[0].advice
+    gpus, percent = "GPUs are" if len(run.ranks) > 1 else "GPU is", busy_percent(run)
+    gpu = "" if percent is None else f"The {gpus} busy {percent:.0f}% of the time. "
+    change = f"{findings[0].advice} {gain(findings[0])}" if findings else ""
     if findings and verdict != "healthy":
-        return gpu + findings[0].why
+        return gpu + findings[0].why, change
+    optional = f"No change needed. Optional: {change}" if change else "No change needed."
     longest, reason = max(left_out, key=lambda candidate: candidate[0].share, default=(None, ""))
     if longest is None or longest.share < MAX_UNNAMED:
-        return gpu + f"Nothing on the host slows {run.activity} down."
-    return gpu + f"{longest.why.removesuffix('.')}, but {reason}."
-
-
-def next_step_of(verdict: Verdict, findings: Sequence[Finding]) -> str:
-    """Return what to do about the first finding."""
-    if not findings:
-        if verdict == "unknown":
-            return "Check nvidia-smi dmon. On a MIG instance, the driver reports no utilization."
-        return "No change needed."
-    first = findings[0]
-    if verdict == SHARED_GPU:
-        return first.advice
-    advice = f"{first.advice} {gain(first)}"
-    return f"No change needed. Optional: {advice}" if verdict == "healthy" else advice
+        return f"{gpu}Nothing on the host slows {run.activity} down.", optional
+    return f"{gpu}{longest.why.removesuffix('.')}, but {reason}.", optional
 
 
 def of_short_run(

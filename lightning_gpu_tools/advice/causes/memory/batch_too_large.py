@@ -41,8 +41,8 @@ def find(facts: ErrorFacts) -> Findings:
     if lines := holding(at_peak or oom.lines):
         why += f" Most of it is allocated at {lines}."
     fits, is_bound = _largest(facts, size, begin, taken) if size and has_samples else (None, False)
-    advice = [_smaller_batch(facts, size, fits, is_bound=is_bound), levers(facts), another_gpu(facts)]
-    yield new_finding(why, advice, {"batch_size": size, "largest_batch_size": fits})
+    smaller = _smaller_batch(facts, size, fits, is_bound=is_bound)
+    yield new_finding(why, smaller, levers(facts), another_gpu(facts), batch_size=size, largest_batch_size=fits)
 
 
 def _largest(facts: ErrorFacts, size: int, begin: int | None, taken: int | None) -> tuple[int | None, bool]:

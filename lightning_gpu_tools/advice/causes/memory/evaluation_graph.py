@@ -22,7 +22,7 @@ def find(facts: ErrorFacts) -> Findings:
         kept = f"Validation takes more than {format_bytes(taken)}"
     if kept:
         why = f"{kept}, with its graph: gradients are enabled in validation.{left(oom.lines)}"
-        yield new_finding(why, [advice])
+        yield new_finding(why, advice)
 
 
 CAUSE = Cause(

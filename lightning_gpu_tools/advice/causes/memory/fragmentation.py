@@ -32,7 +32,7 @@ def find(facts: ErrorFacts) -> Findings:
         advice = f"Set {printable(settings)}{others}{_EXPANDABLE} in the environment before training. {advice}"
     yield new_finding(
         f"torch holds {format_bytes(unused)} of unused memory, in pieces below {format_bytes(oom.requested_bytes)}.",
-        [advice],
+        advice,
     )
 
 

@@ -13,7 +13,7 @@ def find(facts: ErrorFacts) -> Findings:
     if orphans and others_are_the_cause(facts):
         pids = " ".join(str(process.pid) for process in orphans)
         why = f"On this GPU, {named(orphans)}: left over by a program that has ended."
-        yield new_finding(why, [f"If it is not needed, end it: kill {pids}."])
+        yield new_finding(why, f"If it is not needed, end it: kill {pids}.")
 
 
 CAUSE = Cause(

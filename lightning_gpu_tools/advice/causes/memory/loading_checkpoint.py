@@ -14,7 +14,8 @@ def find(facts: ErrorFacts) -> Findings:
     load = "plugins=[PortableCheckpointIO()]" if facts.run.has_trainer else "load_weights(model, path)"
     yield new_finding(
         "The checkpoint was loaded onto the GPU, where the model already was.",
-        [f"Load it into host memory: torch.load(path, map_location='cpu', mmap=True), or {load}.", another_gpu(facts)],
+        f"Load it into host memory: torch.load(path, map_location='cpu', mmap=True), or {load}.",
+        another_gpu(facts),
     )
 
 

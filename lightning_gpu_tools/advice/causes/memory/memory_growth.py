@@ -45,12 +45,12 @@ def find(facts: ErrorFacts) -> Findings:
     run, oom = facts
     if oom.source == "host":
         for growth in [growth for growth in run.growth if growth.whose != "gpu"][:1]:
-            yield new_finding(why_host_is_full(oom), [_growing(growth, run).advice, fewer_workers(run)])
+            yield new_finding(why_host_is_full(oom), _growing(growth, run).advice, fewer_workers(run))
         return
     kept = "" if oom.grad_enabled else kept_in_validation(facts)
     if kept:
         advice = "Reduce outputs to numbers in each validation batch, or move kept tensors to the CPU (.cpu())."
-        yield new_finding(f"{kept}, because something keeps its outputs.{left(oom.lines)}", [advice])
+        yield new_finding(f"{kept}, because something keeps its outputs.{left(oom.lines)}", advice)
     growth_of_steps = _growth(oom.begins, facts)
     if growth_of_steps is not None:
         per_step, since, total = growth_of_steps
@@ -58,7 +58,7 @@ def find(facts: ErrorFacts) -> Findings:
             f"Memory kept from step to step has grown by {format_bytes(per_step)} per step since step {since:.0f}, "
             f"{format_bytes(total)} in total.{left(oom.lines)}"
         )
-        yield new_finding(why, [_KEPT["gpu"]])
+        yield new_finding(why, _KEPT["gpu"])
 
 
 def find_early(run: RunMeasurements) -> Findings:
@@ -123,7 +123,7 @@ def _growing(growth: MemoryGrowth, run: RunMeasurements) -> Finding:
         )
         advice = _KEPT_BY_DATASET.format(name)
         evidence |= {"attribute": name, "attribute_bytes": grown.now_bytes}
-    return new_finding(why, [why, advice], evidence)
+    return new_finding(why, why, advice, **evidence)
 
 
 CAUSE = Cause(

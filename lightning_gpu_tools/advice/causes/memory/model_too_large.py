@@ -34,12 +34,10 @@ def find(facts: ErrorFacts) -> Findings:
     yield new_finding(
         f"The model takes {format_bytes(fixed)} before any batch, and torch can use {format_bytes(room)}: "
         f"{known or 'its parts are unknown'}.",
-        [
-            sharded(oom) or f"It needs {facts.needed} of GPU memory{half}.",
-            "Adapters or frozen layers need fewer gradients and optimizer states." if run.stage == "fit" else "",
-            another_gpu(facts),
-        ],
-        {"largest_batch_size": 0},
+        sharded(oom) or f"It needs {facts.needed} of GPU memory{half}.",
+        "Adapters or frozen layers need fewer gradients and optimizer states." if run.stage == "fit" else "",
+        another_gpu(facts),
+        largest_batch_size=0,
     )
 
 

@@ -30,12 +30,10 @@ def find(facts: ErrorFacts) -> Findings:
     smaller = "with 8-bit states, or without momentum," if fits_in_8_bits else "without momentum"
     yield new_finding(
         f"Forward and backward fit; the optimizer's step, the first of which creates its states, did not.{states}",
-        [
-            f"Set {names}(..., fused=True): its step needs up to {less} less." if names and left > 0 else "",
-            f"An optimizer {smaller} needs less.",
-            sharded(oom),
-            another_gpu(facts),
-        ],
+        f"Set {names}(..., fused=True): its step needs up to {less} less." if names and left > 0 else "",
+        f"An optimizer {smaller} needs less.",
+        sharded(oom),
+        another_gpu(facts),
     )
 
 

@@ -28,7 +28,9 @@ def find(facts: ErrorFacts) -> Findings:
     pick = "FreeMemoryCUDAAccelerator" if run.has_trainer else "select_gpus"
     yield new_finding(
         f"Other processes hold {format_bytes(facts.others_bytes)} of this GPU: {', '.join(who)}.",
-        [f"This job needs {needed}.", another_gpu(facts) or wait, f"{pick}(min_free='{needed}') claims it."],
+        f"This job needs {needed}.",
+        another_gpu(facts) or wait,
+        f"{pick}(min_free='{needed}') claims it.",
     )
 
 

@@ -24,7 +24,7 @@ def find(facts: ErrorFacts) -> Findings:
             yield new_finding(
                 f"Work in {place_of(oom)} takes more than {format_bytes(taken)}, in addition to the memory when a step "
                 "begins.",
-                ["Do it in parts, or on the CPU, and under torch.no_grad()."],
+                "Do it in parts, or on the CPU, and under torch.no_grad().",
             )
         return
     if facts.in_validation or not oom.batch_shape or not oom.usual_items or not facts.has_completed_step:
@@ -34,19 +34,14 @@ def find(facts: ErrorFacts) -> Findings:
         shape = " x ".join(map(str, oom.batch_shape))
         yield new_finding(
             f"This batch has {times:.3g} times as many elements as usual ({shape}; median {oom.usual_items:,.0f}).",
-            [
-                "Limit the elements per batch: truncate long samples, or group samples of similar length.",
-                levers(facts),
-            ],
+            "Limit the elements per batch: truncate long samples, or group samples of similar length.",
+            levers(facts),
         )
     elif usual_bytes and taken >= max(_MIN_TIMES * usual_bytes, least):
         yield new_finding(
             f"Step {oom.step} takes more than {format_bytes(taken)}, {taken / usual_bytes:.3g} times as much as "
             f"earlier steps (at most {format_bytes(usual_bytes)}), with a batch of the same size.",
-            [
-                "Find what only this step does: a rarely taken branch, a longer generation, or an evaluation in "
-                "between.",
-            ],
+            "Find what only this step does: a rarely taken branch, a longer generation, or an evaluation in between.",
         )
 
 

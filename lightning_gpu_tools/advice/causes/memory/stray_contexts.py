@@ -19,10 +19,8 @@ def find(facts: ErrorFacts) -> Findings:
         yield new_finding(
             f"Ranks that train on other GPUs ({ranks}) hold {format_bytes(size)} of this GPU. Without them, "
             f"{format_bytes(free + size)} would be free.",
-            [
-                "Call torch.cuda.set_device(local_rank) before anything else uses CUDA. Avoid 'cuda:0' and torch.load "
-                "without map_location, which use another GPU."
-            ],
+            "Call torch.cuda.set_device(local_rank) before anything else uses CUDA.",
+            "Avoid 'cuda:0' and torch.load without map_location, which use another GPU.",
         )
 
 

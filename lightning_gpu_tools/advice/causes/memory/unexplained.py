@@ -16,7 +16,7 @@ def find(facts: ErrorFacts) -> Findings:
     run, oom = facts
     if oom.source == "host":
         find_them = "Find the processes that hold it with smem, or with top sorted by memory."
-        yield new_finding(why_host_is_full(oom), [find_them, fewer_workers(run)])
+        yield new_finding(why_host_is_full(oom), find_them, fewer_workers(run))
         return
     free, requested = oom.free_bytes, oom.requested_bytes
     if free is not None and requested and free > requested and oom.allowed_bytes is None:
@@ -29,7 +29,7 @@ def find(facts: ErrorFacts) -> Findings:
             why += f" When the step began, tensors outside the model held {format_bytes(facts.kept_bytes)}."
     if lines := holding(oom.lines):
         why += f" Most of the recorded memory was allocated at {lines}."
-    yield new_finding(why, [_RECORD, another_gpu(facts)])
+    yield new_finding(why, _RECORD, another_gpu(facts))
 
 
 CAUSE = Cause(

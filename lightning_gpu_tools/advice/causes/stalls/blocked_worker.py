@@ -17,25 +17,21 @@ def find(facts: StallFacts) -> Findings:
         if worker.has_ended:
             yield new_finding(
                 f"Worker {dead} (PID {worker.pid}) of {len(workers)} has exited, and training waits for its batch.",
-                ["Check its last output on the terminal. `dmesg` shows whether the kernel killed it."],
+                "Check its last output on the terminal. `dmesg` shows whether the kernel killed it.",
             )
     worker = workers[number]
     if len(workers) > 1 and all(is_idle(process) and process.waits_for == "lock" for process in workers):
         yield new_finding(
             f"All {len(workers)} workers wait for a lock{in_function(worker.stack)}. "
             "A process that was forked while a thread held a lock waits for it forever.",
-            [
-                'Set multiprocessing_context="spawn" or "forkserver", or call cv2.setNumThreads(0) first. '
-                "Start no threads before the DataLoader starts its workers."
-            ],
+            'Set multiprocessing_context="spawn" or "forkserver", or call cv2.setNumThreads(0) first.',
+            "Start no threads before the DataLoader starts its workers.",
         )
     yield new_finding(
         f"Worker {number} (PID {worker.pid}) of {len(workers)} {activity_phrase(worker)}. "
         "It has to deliver the next batch.",
-        [
-            "Check __getitem__ of the dataset, and the sample that it loads.",
-            "DataLoader(timeout=60) raises an error instead.",
-        ],
+        "Check __getitem__ of the dataset, and the sample that it loads.",
+        "DataLoader(timeout=60) raises an error instead.",
     )
 
 

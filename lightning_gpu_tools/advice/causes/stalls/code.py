@@ -11,7 +11,7 @@ from lightning_gpu_tools.training.stall_facts import StallFacts
 def find(facts: StallFacts) -> Findings:
     yield new_finding(
         f"The training process {activity_phrase(facts.process)}.",
-        ["Check that code: often it calls a network or another process without a timeout."],
+        "Check that code: often it calls a network or another process without a timeout.",
     )
 
 

@@ -31,7 +31,7 @@ def find(facts: StallFacts) -> Findings:
     fewest, most = (choose(facts.ranks, key=lambda rank: rank.epoch_steps) for choose in (min, max))
     if 0 < fewest.epoch_steps < most.epoch_steps:
         why = f"Rank {fewest.rank} had {fewest.epoch_steps} batches in an epoch, rank {most.rank} {most.epoch_steps}."
-        yield new_finding(f"{why}{details}", [SAME_BATCHES], {"rank": fewest.rank})
+        yield new_finding(f"{why}{details}", SAME_BATCHES, rank=fewest.rank)
         return
     calls = {rank.rank: str(rank.waits_in) for rank in facts.ranks}
     if call is not None and call.differs:
@@ -39,7 +39,7 @@ def find(facts: StallFacts) -> Findings:
     if len({*calls.values()}) == 1 and (call is None or not call.missing):
         rank = facts.ranks[0]
         why = f"All {len(facts.ranks):,} ranks wait in {printable(rank.waits_in)}{rank.line} at step {rank.step}."
-        yield new_finding(f"{why}{details}", [_NETWORK])
+        yield new_finding(f"{why}{details}", _NETWORK)
         return
     places = [f"rank {rank.rank} in {printable(rank.waits_in)}{rank.line} at step {rank.step}" for rank in facts.ranks]
     shown = [*places[:_MAX_PLACES], *([f"and {len(places) - _MAX_PLACES:,} more"] if places[_MAX_PLACES:] else [])]
@@ -47,8 +47,9 @@ def find(facts: StallFacts) -> Findings:
     different = [rank for rank, text in calls.items() if counts[text] == 1]
     yield new_finding(
         f"Ranks wait for each other in different calls: {'; '.join(shown)}.{details}",
-        [_SAME_CALLS, SAME_BATCHES],
-        {"rank": different[0] if len(different) == 1 else None},
+        _SAME_CALLS,
+        SAME_BATCHES,
+        rank=different[0] if len(different) == 1 else None,
     )
 
 

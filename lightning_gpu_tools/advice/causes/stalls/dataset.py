@@ -13,7 +13,7 @@ def find(facts: StallFacts) -> Findings:
     if base_phase(facts.phase) in (DATA_LOADING, EPOCH_START):
         yield new_finding(
             f"The training process itself loads data, and {activity_phrase(facts.process)}.",
-            ["Check __getitem__ of the dataset, and the sample that it loads."],
+            "Check __getitem__ of the dataset, and the sample that it loads.",
         )
 
 

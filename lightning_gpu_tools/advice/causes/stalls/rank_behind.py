@@ -39,7 +39,7 @@ def find(facts: StallFacts) -> Findings:
     else:
         why = f"All ranks wait for rank {rank.rank}, at step {rank.step}, {phase_phrase(rank.phase)}. {rank.why}"
         next_step = rank.next_step
-    yield new_finding(why if call is None else f"{why} {call}", [next_step], {"rank": rank.rank})
+    yield new_finding(why if call is None else f"{why} {call}", next_step, rank=rank.rank)
 
 
 CAUSE = Cause(

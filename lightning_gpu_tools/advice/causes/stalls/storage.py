@@ -15,10 +15,8 @@ def find(facts: StallFacts) -> Findings:
         name = f"Worker {facts.awaited_worker} (PID {process.pid})" if facts.workers else "The training process"
         yield new_finding(
             f"{name} {activity_phrase(process)}.",
-            [
-                "Check the mount with `ls`, `df` and `dmesg`.",
-                "Copy the data to a local disk, or write checkpoints to one.",
-            ],
+            "Check the mount with `ls`, `df` and `dmesg`.",
+            "Copy the data to a local disk, or write checkpoints to one.",
         )
 
 

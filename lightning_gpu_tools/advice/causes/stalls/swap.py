@@ -14,10 +14,7 @@ def find(facts: StallFacts) -> Findings:
         yield new_finding(
             "The machine swaps: in the last ten seconds, every task waited for memory "
             f"{facts.memory_stall_percent:.0f}% of the time.",
-            [
-                "End other programs (`ps aux --sort=-rss | head`), or use fewer workers (num_workers) or smaller "
-                "batches."
-            ],
+            "End other programs (`ps aux --sort=-rss | head`), or use fewer workers (num_workers) or smaller batches.",
         )
 
 

@@ -7,7 +7,8 @@ a late rank from sending.
 from statistics import fmean
 
 from lightning_gpu_tools.advice.findings import Cause, Finding, Findings
-from lightning_gpu_tools.advice.lost_time import lost_time, mean_wait_s
+from lightning_gpu_tools.advice.lost_time import lost_time
+from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.training.phases import RANK_WAIT, RANK_WAIT_IN_STEP
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
@@ -15,10 +16,11 @@ _MIN_SHARE = 0.10  # of the step: torch's TensorBoard plugin
 
 
 def find(run: RunMeasurements) -> Findings:
-    mean_s, idle = mean_wait_s(run.ranks), run.gpu_idle
-    if mean_s is None and run.on_gpu and idle is not None:
-        mean_s = fmean(step.get(RANK_WAIT_IN_STEP, 0.0) for step in idle.steps_s or [{}])
-    if mean_s is None:
+    waits_s = not_none(rank.wait_s for rank in run.ranks)
+    if len(waits_s) < max(1, len(run.ranks)):  # not all ranks know theirs
+        sampled = run.gpu_idle.steps_s if run.on_gpu and run.gpu_idle is not None else ()
+        waits_s = [step.get(RANK_WAIT_IN_STEP, 0.0) for step in sampled]
+    if not waits_s:
         return
     seldom, half = "Trainer(accumulate_grad_batches=4)", "DDPStrategy(ddp_comm_hook=...bf16_compress_hook)"
     if not run.has_trainer:
@@ -30,7 +32,7 @@ def find(run: RunMeasurements) -> Findings:
         change = "Pass on_step=False to self.log, so that ranks exchange metrics once, at the end."
     yield lost_time(
         run,
-        min(mean_s / run.step_s, 1.0),
+        min(fmean(waits_s) / run.step_s, 1.0),
         begins="Waiting for other ranks takes",
         advice=f"The network is slow, or a different rank is late each time. {change}",
         phase=RANK_WAIT,

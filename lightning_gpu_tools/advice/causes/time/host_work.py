@@ -22,7 +22,7 @@ def find(run: RunMeasurements) -> Findings:
         begins=f"Host work inside the {run.activity} step takes",
         advice="Move this work to the dataset, where workers do it in advance, or to the GPU.",
         phase=TRAINING_STEP,
-        lines=[TRAINING_STEP],
+        has_lines=True,
         has_function=True,
     )
 

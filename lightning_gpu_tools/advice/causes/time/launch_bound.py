@@ -34,7 +34,7 @@ def find(run: RunMeasurements) -> Findings:
         begins="Launching many small kernels takes",
         advice=advice,
         phase=TRAINING_STEP,
-        lines=[TRAINING_STEP],
+        has_lines=True,
         basis="heuristic" if run.watched is None else "measured",
     )
 

@@ -69,7 +69,7 @@ def find(run: RunMeasurements) -> Findings:
         advice=advice,
         phase=slow.phase,
         evidence={"every_steps": every},
-        lines=[slow.phase],
+        has_lines=True,
         basis="heuristic" if longer >= _LONGER else "measured",
     )
 

@@ -64,7 +64,7 @@ def find(run: RunMeasurements) -> Findings:
         advice=_ADVICE[kind],
         phase=phase,
         evidence={"kind": kind, "times": times},
-        lines=[phase],
+        has_lines=True,
         has_function=kind in ("kept_memory", "unknown"),
         basis="heuristic" if what else "measured",
         lower=share * (lower - 1) / (times - 1),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from statistics import median, median_low
 
 from lightning_gpu_tools.advice.findings import Cause, Evidence, Findings, label_of, top_lines
-from lightning_gpu_tools.advice.lost_time import PARTS_OF_STEP, lost_time, own_work_s, slowest_rank, waited_s
+from lightning_gpu_tools.advice.lost_time import PARTS_OF_STEP, lost_time, own_work_s, slowest_rank
 from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, TRAINING_STEP
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
@@ -35,9 +35,9 @@ def find(run: RunMeasurements) -> Findings:
     usual_s = max((one_s for place, one_s in enumerate(own_s) if place not in behind), default=median_low(own_s))
     share = min((max(own_s) - usual_s) / run.step_s, 1.0)
     # It may be unknown whether the others wait for it, and a phase may itself include a wait.
-    waits = not_none(waited_s(rank) for rank in ranks if rank is not slow)
-    own_wait_s = waited_s(slow)
-    is_waited_for = own_wait_s is None or not waits or median(waits) - own_wait_s >= _MIN_WAITED * excess_s
+    waits_s = {one.rank: one.wait_s if one.others_late_s is None else one.others_late_s for one in ranks}
+    own_wait_s, others_s = waits_s.pop(slow.rank), not_none(waits_s.values())
+    is_waited_for = own_wait_s is None or not others_s or median(others_s) - own_wait_s >= _MIN_WAITED * excess_s
     if share < _MIN_EXCESS or not is_waited_for:
         return
     who, gpu = f"rank {slow.rank}", "" if slow.gpu is None else f", GPU {slow.gpu}"
@@ -50,10 +50,10 @@ def find(run: RunMeasurements) -> Findings:
     }
     loss, line = "No single phase explains it.", ""
     if phase is not None:
-        phases = [f"{TRAINING_STEP}/{phase}"] if phase in PARTS_OF_STEP else [phase]
+        sampled_in = f"{TRAINING_STEP}/{phase}" if phase in PARTS_OF_STEP else phase
         if phase == DATA_LOADING and any(sampled.phase == IN_WORKER for sampled in slow.lines):
-            phases = [IN_WORKER]
-        evidence["source_lines"], line = top_lines(slow.lines, *phases)
+            sampled_in = IN_WORKER
+        evidence["source_lines"], line = top_lines(slow.lines, sampled_in)
         loss = f'It loses most of the time in "{label_of(phase)}".'
     advice = (
         f"All ranks wait for {who} (node {slow.node}{gpu}), which takes {format_duration(excess_s)} per step longer "

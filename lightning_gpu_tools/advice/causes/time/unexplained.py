@@ -29,7 +29,7 @@ def find(run: RunMeasurements) -> Findings:
             begins=f'The line "{label_of(phase, run.activity)}" takes',
             advice=_NAME_IT if phase == OUTSIDE_LOOP else "",
             phase=phase,
-            lines=[] if phase == TRAINING_STEP else [phase],  # its forward, backward and optimizer have names
+            has_lines=phase != TRAINING_STEP,  # its forward, backward and optimizer have names
             has_function=True,
             avoidable=share - _usual(run, phase),
         )
@@ -58,7 +58,7 @@ def explain_rest(run: RunMeasurements, idle: float) -> Finding:
         begins=f"Unexplained idle time inside the {run.activity} step takes",
         advice=advice,
         phase=TRAINING_STEP,
-        lines=[TRAINING_STEP],
+        has_lines=True,
         lower=0.0,
     )
 

@@ -45,7 +45,7 @@ def find(run: RunMeasurements) -> Findings:
         begins="Validation takes",
         advice=advice,
         phase=VALIDATION,
-        lines=[VALIDATION],
+        has_lines=True,
     )
 
 
