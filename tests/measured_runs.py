@@ -1,18 +1,13 @@
-"""Synthetic measurements of trainings."""
+"""Trainings on a clock that moves by hand."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from synthetic import cpu_run, ranks
+from synthetic import cpu_run
 from trainings import HandClock
 
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.step_clock import StepClock
-
-
-def waiting_ranks(phase: str) -> RunMeasurements:
-    """Return a run of two equal ranks that wait for each other for two thirds of the time."""
-    return cpu_run({"training_step": 30}, **ranks({phase: 0.01}, {phase: 0.01}, wait_s=0.02))
 
 
 def timed_steps(steps: Sequence[dict[str, float]]) -> StepClock:

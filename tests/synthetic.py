@@ -22,7 +22,6 @@ from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
     IdleTimes,
     LoaderSettings,
-    LoadingFacts,
     RankStep,
     RunMeasurements,
     SourceLine,
@@ -119,9 +118,7 @@ def sampled_idle(count: int = 20, **ms: tuple[float, float]) -> IdleTimes:
     )
 
 
-def contended(
-    wait_share: float = 0.4, *, others: float = 0.0, workers: int = 4, loading: LoadingFacts | None = None, **cores: Any
-) -> RunMeasurements:
+def contended(wait_share: float = 0.4, *, others: float = 0.0, workers: int = 4, **cores: Any) -> RunMeasurements:
     """Return a run on two cores whose training thread waited for a core; other programs kept ``others`` of them busy.
 
     ``cores`` are other fields of ``CoreFacts``.
@@ -129,7 +126,7 @@ def contended(
     usual = {"runnable_threads": 5.2, "machine_cores": 2, "affinity_cores": 2, "torch_threads": 2}
     facts = CoreFacts(wait_share=wait_share, others_cores=others, **{**usual, **cores})
     loader = replace(LOADER, num_workers=workers)
-    return cpu_run({"training_step/forward": 40.0}, host=a_host(2.0), cores=facts, loader=loader, loading=loading)
+    return cpu_run({"training_step/forward": 40.0}, host=a_host(2.0), cores=facts, loader=loader)
 
 
 COPIES: dict[str, Any] = {
@@ -156,35 +153,31 @@ def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
 
     Old gradients are freed before backward, which needs as much memory as forward and these gradients together.
     """
-
-    def reading(allocated: int) -> MemoryReading:
-        return MemoryReading(allocated_bytes=allocated, reserved_bytes=peak, peak_reserved_bytes=peak)
-
-    shape = (batch_size, 512)
-    first = StepMemory(step=1, batch_shape=shape, begin=reading(2 * GIB), end=reading(begin))
+    shape, taken = (batch_size, 512), peak - begin
+    now = MemoryReading(allocated_bytes=begin, reserved_bytes=peak, peak_reserved_bytes=peak)
     last = StepMemory(
         step=9,
         batch_shape=shape,
-        begin=reading(begin),
-        end=reading(begin),
-        added_bytes=peak - begin,
-        forward_bytes=peak - begin,
+        begin=now,
+        end=now,
+        added_bytes=taken,
+        forward_bytes=taken,
+        segments=((Block(1, begin - 2 * GIB),), (Block(2, 2 * GIB),)),
+        events=(
+            Block(10, taken, grows=True),
+            Block(2, -2 * GIB),
+            Block(11, 2 * GIB, grows=True),
+            Block(11, -2 * GIB),
+            Block(10, -taken),
+            Block(12, 2 * GIB),
+        ),
     )
-    events = (
-        Block(10, peak - begin, grows=True),
-        Block(2, -2 * GIB),
-        Block(11, 2 * GIB, grows=True),
-        Block(11, -2 * GIB),
-        Block(10, begin - peak),
-        Block(12, 2 * GIB),
-    )
-    held = (Block(1, begin - 2 * GIB),), (Block(2, 2 * GIB),)
     return RankMemory(
-        latest=reading(begin),
+        latest=now,
         holdings=MODEL,
-        first_step=first,
+        first_step=StepMemory(step=1, batch_shape=shape, begin=replace(now, allocated_bytes=2 * GIB), end=now),
         last_step=last,
-        recorded=(replace(last, segments=held, events=events),),
+        recorded=(last,),
         peak_phase="forward",
         peaks_bytes={"training": peak},
     )

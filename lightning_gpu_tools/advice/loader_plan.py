@@ -53,7 +53,7 @@ class LoaderPlan:
     limited_by: Limit | None  # the resource that keeps training from running as fast as its step
     workers_needed: int  # to feed the step without a wait
     step_s: float  # predicted time from step to step
-    most_workers: int | None = None  # that fit into memory and /dev/shm; None if not measured
+    most_workers: float = math.inf  # that fit into memory and /dev/shm; infinite if not measured
 
 
 # The shortest, the expected and the longest time of a step, from its start to the start of the next one, in seconds.
@@ -68,7 +68,7 @@ def plan_loader(
     host: HostBudget,
     cuda: bool,
     step_cores: float = 1.0,
-    most_workers: int | None = None,
+    most_workers: float = math.inf,
 ) -> LoaderPlan:
     """Return the smallest number of workers that comes within 3% of the best speed this host can reach.
 
@@ -89,14 +89,13 @@ def plan_loader(
         workers = max(1, math.ceil(cores * cost.wall_s / cost.cpu_s))
     limited_by: Limit | None = "cores" if best_s > (1 + TOLERANCE) * step_s else None
     prefetch_factor = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
-    limits: dict[Limit, float] = {"shm": most_workers_in_shm(cost, host, prefetch_factor), "memory": math.inf}
-    limits["shards"] = math.inf if most_workers is None else most_workers
+    in_shm = most_workers_in_shm(cost, host, prefetch_factor)
+    limits: dict[Limit, float] = {"shm": in_shm, "memory": math.inf, "shards": most_workers}
     if cost.worker_bytes:
         limits["memory"] = _MEMORY_SHARE * host.memory_available_bytes / host.local_ranks // cost.worker_bytes
     for resource, limit in limits.items():
         if limit < workers:
             workers, limited_by = int(limit), resource
-    most = min(limits.values())
     alone_s = cost.wall_s + step_s
     predicted_s = max(workers_s(workers), cost.wall_s / workers) if workers else alone_s
     if alone_s <= (1 + TOLERANCE) * predicted_s:
@@ -113,7 +112,7 @@ def plan_loader(
         limited_by=limited_by,
         workers_needed=workers_needed,
         step_s=predicted_s,
-        most_workers=None if math.isinf(most) else int(most),
+        most_workers=min(limits.values()),
     )
 
 

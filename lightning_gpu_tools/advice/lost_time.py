@@ -153,7 +153,7 @@ def is_tiny(run: RunMeasurements) -> bool:
 
 def few_active_sms(run: RunMeasurements) -> float | None:
     """Return the percentage of active multiprocessors, if it is low although the GPU looks busy."""
-    percent = None if run.gpu is None else run.gpu.sm_active_percent
+    percent = run.gpu.sm_active_percent
     is_busy = (busy_percent(run) or 0.0) >= BUSY_PERCENT
     return percent if percent is not None and percent < _FEW_SMS_PERCENT and is_busy else None
 

@@ -1,5 +1,6 @@
 """Workers of a DataLoader: whether it may have more, what to change first, and why they ended training. Pure."""
 
+import math
 import re
 import signal
 from collections.abc import Sequence
@@ -41,10 +42,10 @@ def obstacles(facts: LoaderFacts | None) -> str:
     return " ".join(found)
 
 
-def most_workers(facts: LoaderFacts | None) -> int | None:
-    """Return the highest number of workers that is of use, once there are no obstacles; ``None`` without a limit."""
+def most_workers(facts: LoaderFacts | None) -> float:
+    """Return the highest number of workers that is of use, once there are no obstacles; infinite without a limit."""
     if facts is None or not facts.is_torch or not facts.is_iterable or facts.shards is None:
-        return None
+        return math.inf
     return max(1, facts.shards // facts.ranks)
 
 

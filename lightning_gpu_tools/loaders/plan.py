@@ -121,8 +121,7 @@ def max_workers(case: LoaderCase) -> int:
     cores = case.host.cores / case.host.local_ranks
     computing = min(1.0, (case.cost.cpu_s or 0.0) / case.cost.wall_s)
     most = min(math.ceil(_WORKERS_PER_CORE * cores), int(cores / max(computing, 1e-9)) + 1)
-    fit = case.plan.most_workers
-    return most if fit is None else min(most, fit)
+    return int(min(most, case.plan.most_workers))
 
 
 def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSettings | None:

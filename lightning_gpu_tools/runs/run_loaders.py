@@ -97,18 +97,18 @@ class RunLoaders:
         """Sample the workers, in any thread, and return the seconds until the next poll."""
         return self._read("the loader's workers", self.workers.poll, math.inf)
 
-    def loading(self) -> LoadingFacts | None:
+    def loading(self) -> LoadingFacts:
         """Return the observations of the workers."""
-        return self._read("the loader's workers", self.workers.facts, None)
+        return self._read("the loader's workers", self.workers.facts, LoadingFacts())
 
-    def worker_cpu_s_per_batch(self, now_cpu_s: float | None, loading: LoadingFacts | None) -> float | None:
+    def worker_cpu_s_per_batch(self, now_cpu_s: float | None, loading: LoadingFacts) -> float | None:
         """Return the workers' CPU time for a batch, given that of all children; ``None`` without workers."""
         settings, clock = self.settings, self._clock
         if settings is None or not settings.num_workers:
             return None
         before_s, before_steps = self._since
         cpu_s = growth_per(max(1, clock.steps - before_steps), before_s, now_cpu_s)
-        if cpu_s is None or loading is None or loading.worker_cores is None:
+        if cpu_s is None or loading.worker_cores is None:
             return cpu_s
         # Others may be children.
         return min(cpu_s, settings.num_workers * loading.worker_cores * clock.wall_s / max(1, clock.steps))

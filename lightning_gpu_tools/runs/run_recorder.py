@@ -28,7 +28,6 @@ from lightning_gpu_tools.training.cores import CoreUse, CoreUsers, in_reach
 from lightning_gpu_tools.training.dataset import DatasetGrowth, path_of_data, storage_of
 from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.run_measurements import (
-    LoadingFacts,
     Quantity,
     RunMeasurements,
     SourceLine,
@@ -266,7 +265,7 @@ class RunRecorder:
             now,
             steady,
             0 if settings is None else settings.num_workers,
-            loading or LoadingFacts(),
+            loading,
             knows_core_wait=bool(clock.knows_core_wait),
         )
         cores = read("the use of the cores", core_facts, None)
@@ -302,7 +301,7 @@ class RunRecorder:
             storage=self._storage,
             checkpoint_storage=self._checkpoint_storage,
             cores=cores,
-            gpu=mean_window(windows) if run.gpus else None,
+            gpu=mean_window(windows),
             compute_capability=None
             if run.gpu is None
             else read("the GPU's properties", partial(torch.cuda.get_device_capability, run.gpu), None),

@@ -330,11 +330,12 @@ class RunMeasurements:
     worker_cpu_s_per_batch: float | None = None
     searched: LoaderResult | None = None  # of a search for its settings
     batch_bytes: int | None = None
-    loading: LoadingFacts | None = None
+    loading: LoadingFacts = LoadingFacts()
     storage: str = ""  # of the dataset, as in dataset.storage_of; empty if unknown
     checkpoint_storage: str = ""
     cores: CoreFacts | None = None
-    gpu: GpuWindow | None = None  # mean of the GPUs that train, over the run outside validation
+    # Mean of the GPUs that train, over the run outside validation.
+    gpu: GpuWindow = field(default_factory=GpuWindow)
     compute_capability: tuple[int, int] | None = None
     gpu_idle: IdleTimes | None = None
     memory: RankMemory | None = None

@@ -259,7 +259,7 @@ def test_a_gpu_loses_no_more_to_it_than_it_idles() -> None:
 
 
 OTHERS = contended(others=1.2, other=EVE, workers=0, runnable_threads=1.0)  # of two threads, only one computes
-POOLS = contended(loading=LoadingFacts(runnable_threads=2.1), torch_threads=1)
+POOLS = replace(contended(torch_threads=1), loading=LoadingFacts(runnable_threads=2.1))
 QUOTA = contended(others=30.0, affinity_cores=64, machine_cores=64, workers=0)
 USERS = {
     "other programs": (OTHERS, "other_programs", "Stop the other programs, or use a machine with free cores."),

@@ -42,7 +42,7 @@ def test_the_cause_comes_first_for_a_sick_run_only(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "need"),
     [
-        *(("recompilation", "recompiled"), ("host_work", "watched"), ("device_sync", "watched"), ("shared_gpu", "gpu")),
+        *(("recompilation", "recompiled"), ("host_work", "watched"), ("device_sync", "watched")),
         ("cpu_contention", "cores.wait_share"),
         ("low_precision", "gpu.tensor_active_percent"),
         ("small_batch", "gpu.sm_active_percent"),

@@ -1,6 +1,7 @@
 """The number of workers that a loader needs and may have, and limits of the host."""
 
 import dataclasses
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -130,8 +131,8 @@ def test_all_obstacles_are_said_at_once() -> None:
     assert "`Photos` is iterable, and does not split its samples by worker" in said
 
 
-@pytest.mark.parametrize(("shards", "ranks", "most"), [(None, 1, None), (1, 1, 1), (8, 1, 8), (8, 4, 2), (2, 4, 1)])
-def test_the_shards_of_a_rank_limit_its_workers(shards: int | None, ranks: int, most: int | None) -> None:
+@pytest.mark.parametrize(("shards", "ranks", "most"), [(None, 1, math.inf), (1, 1, 1), (8, 1, 8), (8, 4, 2), (2, 4, 1)])
+def test_the_shards_of_a_rank_limit_its_workers(shards: int | None, ranks: int, most: float) -> None:
     assert most_workers(replace(STREAM, splits=True, shards=shards, ranks=ranks)) == most
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cause_examples import MEMORY_EXAMPLES, STALL_EXAMPLES, TIME_EXAMPLES
 from gpu_cases import MEASURED
-from measured_runs import run_of, waiting_ranks
+from measured_runs import run_of
 from real_names import unknown_names
 from synthetic import (
     COPIES,
@@ -62,7 +62,7 @@ RUNS = [
     gpu_run(**COPIES, loader=dataclasses.replace(LOADER, pin_memory=False)),
     gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(7, 5))),
     *map(late_rank, ("data_loading", "backward", "callback/A", "logging/A", "checkpoint", "validation", "epoch_start")),
-    *map(waiting_ranks, ("backward", "data_loading")),
+    cpu_run(STEP, **ranks(*[{"data_loading": 0.01}] * 2, wait_s=0.02)),
     contended(others=1.0, other=CoreUser(user="eve", name="job", cores=1.0)),
     contended(machine_cores=64),
     contended(children=CoreUser(user="", name="ffmpeg", cores=1.0)),

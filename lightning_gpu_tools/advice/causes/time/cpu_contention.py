@@ -73,7 +73,7 @@ def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
 def one_thread_per_worker(run: RunMeasurements) -> str:
     """Return how to limit the thread pools of libraries in the workers; empty unless they take more than all cores."""
     workers = 0 if run.loader is None else run.loader.num_workers
-    threads = 0.0 if run.loading is None else run.loading.runnable_threads or 0.0
+    threads = run.loading.runnable_threads or 0.0
     if threads < MANY_THREADS or workers * run.host.local_ranks * threads <= _FULL * run.host.cores:
         return ""
     return (

@@ -45,7 +45,6 @@ from lightning_gpu_tools.training.run_measurements import (
     DATA_LOADING,
     LoaderFacts,
     LoaderSettings,
-    LoadingFacts,
     RunMeasurements,
     StepBlock,
 )
@@ -132,7 +131,7 @@ def _steady_wait(run: RunMeasurements) -> tuple[float, float, float, float]:
 
 def why_not(run: RunMeasurements, finding: Finding) -> str:
     wait_s = float(finding.evidence["wait_ms_per_step"]) / 1e3
-    is_ready = run.loading is not None and (run.loading.ready_share or 0.0) >= _READY
+    is_ready = (run.loading.ready_share or 0.0) >= _READY
     if wait_s < _MIN_UNPACKING_S and (is_ready or finding.evidence.get("kind") == "main_process"):
         return f"it is {format_duration(wait_s)} per step, about the time to receive a ready batch"
     return ""
@@ -199,7 +198,7 @@ def _of_torch_loader(
         "num_workers": loader.num_workers,
         "load_ms_per_batch": cost.wall_s * 1e3,
         "load_cpu_ms_per_batch": None if cost.cpu_s is None else cpu_s * 1e3,
-        "workers_runnable_threads": None if run.loading is None else run.loading.runnable_threads,
+        "workers_runnable_threads": run.loading.runnable_threads,
     }
     return replace(found, advice=advice, evidence={**found.evidence, **known(evidence)})
 
@@ -208,7 +207,7 @@ def _cost_of(run: RunMeasurements, loader: LoaderSettings, wait_s: float, step_s
     """Return what loading a batch takes."""
     # While training waits, the loader delivers all it can: its workers together deliver one batch per step.
     wall_s, cpu_s = loader.num_workers * step_s, run.worker_cpu_s_per_batch
-    delayed = 0.0 if run.loading is None else run.loading.delayed_share or 0.0
+    delayed = run.loading.delayed_share or 0.0
     if not loader.num_workers:
         steady = sum(run.blocks, StepBlock())
         wall_s, cpu_s = wait_s, steady.data_loading_cpu_s / steady.steps
@@ -232,7 +231,7 @@ def _shortage(
     ``computing`` is the share of loading that is CPU time, ``cpu_limit`` a sentence about the cores, and
     ``is_certain`` whether the planned workers help.
     """
-    seen, reasons, search = run.loading or LoadingFacts(), obstacles(run.loader_began), _search(run)
+    seen, reasons, search = run.loading, obstacles(run.loader_began), _search(run)
     planned, name = plan.settings.num_workers, _name(run.loader_now)
     settings = settings_line(now, plan.settings) + (f" for the loader{name}" if name else "")
     out_of_order = (seen.ready_out_of_order_share or 0.0) if seen.long_waits >= _MIN_LONG_WAITS else 0.0
@@ -243,7 +242,7 @@ def _shortage(
             f"prefetch_factor={2 * (now.prefetch_factor or 2)} (now {now.prefetch_factor}), or in_order=False, which "
             "changes the order of batches."
         )
-    if early_bytes := _read_when_cold(run, seen):
+    if early_bytes := _read_when_cold(run):
         return "cold_cache", (
             f"Early batches read {format_bytes(early_bytes)} each from storage, later ones from the page cache."
             f"{sentence_of(run.storage)} Later epochs need no change."
@@ -287,8 +286,9 @@ def _shortage(
     return "too_few_workers", " ".join(filter(None, sentences))
 
 
-def _read_when_cold(run: RunMeasurements, seen: LoadingFacts) -> float:
+def _read_when_cold(run: RunMeasurements) -> float:
     """Return the bytes that each early batch read from storage, if later ones were cached; 0 otherwise."""
+    seen = run.loading
     early_bytes, late_bytes = seen.early_storage_bytes_per_batch or 0.0, seen.late_storage_bytes_per_batch or 0.0
     waits, third = [block.data_loading_s / block.steps for block in run.blocks], len(run.blocks) // 3
     waits_less = len(waits) >= _MIN_COLD_BLOCKS and median(waits[-third:]) <= _COLD_WAIT * median(waits[:third])
@@ -322,8 +322,7 @@ def _search(run: RunMeasurements) -> str:
 
 
 def _has_no_free_core(run: RunMeasurements) -> bool:
-    seen = run.loading or LoadingFacts()
-    return (seen.runnable_share or 0.0) >= _RUNNABLE and (seen.delayed_share or 0.0) >= _DELAYED
+    return (run.loading.runnable_share or 0.0) >= _RUNNABLE and (run.loading.delayed_share or 0.0) >= _DELAYED
 
 
 CAUSE = Cause(

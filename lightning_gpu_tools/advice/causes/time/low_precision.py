@@ -15,9 +15,8 @@ _SPEEDUP = 2.0  # our default: half the bytes, where memory is the limit
 
 
 def find(run: RunMeasurements) -> Findings:
-    active_percent = None if run.gpu is None else run.gpu.tensor_active_percent
+    active_percent, precision = run.gpu.tensor_active_percent, run.precision or ""
     capability = run.compute_capability or (0, 0)
-    precision = run.precision or ""
     if active_percent is None or active_percent >= _IDLE_PERCENT or capability < _VOLTA:
         return
     if not precision.startswith("32") or is_tiny(run):

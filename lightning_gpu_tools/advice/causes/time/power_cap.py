@@ -6,7 +6,6 @@ reported, because nothing can be changed.
 
 from lightning_gpu_tools.advice.findings import Cause, Findings
 from lightning_gpu_tools.advice.lost_time import BUSY_PERCENT, lost_time
-from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 # Our defaults. Reaching the limit is normal at full load, but not for this long with clocks this far below the highest.
@@ -15,7 +14,7 @@ _MAX_CLOCK_PERCENT = 85.0  # of the highest clock
 
 
 def find(run: RunMeasurements) -> Findings:
-    gpu, busy_percent = run.gpu or GpuWindow(), run.utilization_percent or 0.0
+    gpu, busy_percent = run.gpu, run.utilization_percent or 0.0
     capped_percent, clock_percent = gpu.power_capped_percent, gpu.held_clock_percent
     limit_watts, max_watts = gpu.power_limit_watts, gpu.power_limit_watts_max
     if capped_percent is None or clock_percent is None or busy_percent < BUSY_PERCENT:

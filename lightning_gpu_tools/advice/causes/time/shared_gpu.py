@@ -14,14 +14,11 @@ _MIN_BYTES = 2**30  # memory of other jobs, if the driver does not report their 
 
 
 def find(run: RunMeasurements) -> Findings:
-    gpu = run.gpu
-    if gpu is None:
-        return
-    percent, size = gpu.others_utilization_percent, gpu.others_memory_bytes
-    if (size or 0) <= _MIN_BYTES if percent is None else percent <= _MIN_PERCENT:
+    percent, size = run.gpu.others_utilization_percent, run.gpu.others_memory_bytes or 0
+    if size <= _MIN_BYTES if percent is None else percent <= _MIN_PERCENT:
         return
     unknown = "and the driver does not report whether they compute, so its utilization may be theirs"
-    why = f"Other jobs use {format_bytes(size or 0)} of the GPU's memory, {unknown}."
+    why = f"Other jobs use {format_bytes(size)} of the GPU's memory, {unknown}."
     if percent is not None:
         why = f"Other jobs keep the GPU {percent:.0f}% busy, so its utilization says nothing about this run."
     pick = "FreeMemoryCUDAAccelerator(exclusive=True)" if run.has_trainer else "select_gpus(exclusive=True)"

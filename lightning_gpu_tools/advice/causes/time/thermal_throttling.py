@@ -11,9 +11,7 @@ _MIN_PERCENT = 5.0  # our default: of the time
 
 
 def find(run: RunMeasurements) -> Findings:
-    gpu = run.gpu
-    hot_percent = gpu.thermal_throttled_percent if gpu is not None else None
-    clock_percent = gpu.held_clock_percent if gpu is not None else None
+    hot_percent, clock_percent = run.gpu.thermal_throttled_percent, run.gpu.held_clock_percent
     if hot_percent is None or clock_percent is None or hot_percent <= _MIN_PERCENT:
         return
     share = hot_percent / 100 * (run.utilization_percent or 0.0) / 100 * (1 - clock_percent / 100)

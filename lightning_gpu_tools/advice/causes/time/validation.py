@@ -61,8 +61,7 @@ def why_not(run: RunMeasurements, finding: Finding) -> str:
 def _workers(run: RunMeasurements, waited: float) -> str:
     """Return how many workers would load the batches of validation while it computes, and what to change first."""
     cores = max(1, math.floor(run.host.cores / run.host.local_ranks))
-    most = [cores, *filter(None, map(most_workers, run.validation_facts))]
-    workers = min(*most, math.ceil(waited / max(1 - waited, 1 / cores)))
+    workers = min(cores, math.ceil(waited / max(1 - waited, 1 / cores)), *map(most_workers, run.validation_facts))
     reasons = " ".join(dict.fromkeys(filter(None, map(obstacles, run.validation_facts))))
     first = f"{reasons} Then set" if reasons else "Set"
     return (
