@@ -1,6 +1,5 @@
 """Two examples of each cause, by its name: one whose first finding it is, and a similar one without it."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from synthetic import (
     STEP,
     STEPS_OF_64,
     WAITS,
-    a_block,
     a_rank,
     a_stack,
     a_stall,
@@ -24,6 +22,7 @@ from synthetic import (
     gpu_run,
     on_hopper,
     ranks,
+    run_of,
     sampled_idle,
     watched,
 )
@@ -35,10 +34,7 @@ from lightning_gpu_tools.training.phases import BACKWARD, DATA_LOADING, FORWARD,
 from lightning_gpu_tools.training.run_measurements import (
     Recompiled,
     RunMeasurements,
-    SlowSteps,
     SourceLine,
-    StepBlock,
-    StepTimes,
 )
 from lightning_gpu_tools.training.stall_facts import Call, ProcessFacts
 
@@ -56,22 +52,14 @@ def spending(phase: str, sick_ms: float, healthy_ms: float) -> Examples:
 
 
 def with_slow_steps(times: float) -> RunMeasurements:
-    """Return 250 steps of 40 ms; every 50th takes ``times`` as long."""
-    steps = (50, 100, 150, 200, 250)
-    excess_s = len(steps) * (times - 1) * 0.04
-    slow = SlowSteps(phase="training_step", count=len(steps), seconds=len(steps) * times * 0.04, steps=steps)
-    facts = StepTimes(count=230, seconds=9.2 + excess_s, p50_s=0.04, p95_s=0.04, max_s=times * 0.04, slow=(slow,))
-    run = cpu_run({"training_step": 40.0})
-    wall_s = run.wall_s + excess_s
-    return replace(run, wall_s=wall_s, phase_s={"training_step": wall_s}, step_times=facts)
+    """Return steps of 40 ms; every 50th takes ``times`` as long."""
+    return run_of([{"training_step": 0.04 * (1 if number % 50 else times)} for number in range(1, 301)])
 
 
-def with_steps_of(times_ms: Iterable[float]) -> RunMeasurements:
-    """Return blocks of ten steps that take these milliseconds, and keep everything."""
-    blocks = [a_block({"training_step": ms}) for ms in times_ms]
-    total, memory = sum(blocks, StepBlock()), [1e6 * number for number in range(len(blocks))]
-    times = {"wall_s": total.wall_s, "steps": total.steps, "phase_s": total.phase_s}
-    return cpu_run({}, **times, blocks=blocks, readings={"resident_bytes": memory})
+def slower_by(more_s: float) -> RunMeasurements:
+    """Return steps of 20 ms that get longer by these seconds, while memory grows."""
+    steps = [{"training_step": 0.02 + more_s * number / 300} for number in range(300)]
+    return run_of(steps, readings={"resident_bytes": [1e6 * number for number in range(30)]})
 
 
 def compiled_again(count: int, seconds: float) -> RunMeasurements:
@@ -98,7 +86,7 @@ TIME_EXAMPLES = {
             for percent in (40.0, 1.0)
         )
     ),
-    "slowing_down": Examples(with_steps_of(range(20, 50)), with_steps_of([35.0] * 30)),
+    "slowing_down": Examples(slower_by(0.03), slower_by(0.0)),
     "straggler": Examples(
         *(gpu_run(STEP, 99.0, **ranks(*[{"forward": 0.01}] * 3, {"forward": slow_s})) for slow_s in (0.03, 0.012))
     ),

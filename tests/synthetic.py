@@ -1,7 +1,7 @@
 """Synthetic runs, out-of-memory errors and stalls."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_gpu_tools.training.run_measurements import (
     WatchedSteps,
 )
 from lightning_gpu_tools.training.stall_facts import Call, Frame, GroupCalls, ProcessFacts, RankFacts, StallFacts
+from lightning_gpu_tools.training.step_clock import StepClock
 
 GIB, MIB = 2**30, 2**20
 LOADER = LoaderSettings(num_workers=4, prefetch_factor=2, persistent_workers=True, pin_memory=True, batch_size=32)
@@ -86,6 +87,42 @@ def gpu_run(
 def cpu_run(phase_ms: Mapping[str, float], **options: Any) -> RunMeasurements:
     """Return 200 steps on the CPU without workers, each with these milliseconds per phase."""
     return gpu_run(phase_ms, None, **{"on_gpu": False, "loader": NO_WORKERS, **options})
+
+
+def timed_steps(steps: Sequence[Mapping[str, float]]) -> StepClock:
+    """Return the stopped clock of steps with these seconds by phase; ``items`` is the size of a step's batch."""
+    now_s = 1000.0
+
+    def spend(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    clock = StepClock(lambda: now_s)
+    clock.start()
+    for step in steps:
+        clock.begin_fetch()
+        spend(step.get("data_loading", 0.0))
+        clock.end_fetch()
+        clock.times.batch_items = int(step["items"]) if "items" in step else None
+        for phase, seconds in step.items():
+            if phase not in ("data_loading", "items"):
+                clock.timed(phase, spend)(seconds)
+    clock.stop()
+    return clock
+
+
+def run_of(steps: Sequence[Mapping[str, float]], **options: Any) -> RunMeasurements:
+    """Return a training on the CPU of steps with these seconds by phase, the first 20 of which are the warm-up."""
+    clock = timed_steps(steps)
+    measured = {
+        "wall_s": clock.wall_s,
+        "steps": len(steps),
+        "phase_s": clock.seconds,
+        "blocks": clock.blocks,
+        "step_times": clock.times.facts(),
+        "spans": clock.timeline.spans(),
+    }
+    return cpu_run({}, **{**measured, **options})
 
 
 def watched(operations: float = 400, line: int | None = None) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from measured_runs import run_of
-from synthetic import a_block, cpu_run, gpu_run
+from synthetic import a_block, cpu_run, gpu_run, run_of
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from cause_examples import MEMORY_EXAMPLES, STALL_EXAMPLES, TIME_EXAMPLES
 from gpu_cases import MEASURED
-from measured_runs import run_of
 from real_names import unknown_names
 from synthetic import (
     COPIES,
@@ -22,6 +21,7 @@ from synthetic import (
     gpu_run,
     on_hopper,
     ranks,
+    run_of,
 )
 
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES

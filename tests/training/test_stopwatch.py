@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from measured_runs import timed_steps
+from synthetic import timed_steps
 from trainings import Boom, HandClock
 
 from lightning_gpu_tools.training.phases import TRAINING_STEP
