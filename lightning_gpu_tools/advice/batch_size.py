@@ -8,6 +8,7 @@ import math
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from lightning_gpu_tools.memory.readings import Segment, StepMemory
@@ -34,16 +35,16 @@ def block_size(size: int) -> int:
     return max(_MIN_BLOCK, -(-size // _MIN_BLOCK) * _MIN_BLOCK)
 
 
+@dataclass(eq=False, slots=True)
 class _Block:
     """A part of a segment, in use or free, between its neighbors there."""
 
-    __slots__ = ("address", "after", "before", "is_free", "is_small", "size")
-
-    def __init__(self, address: int, size: int, *, is_small: bool, is_free: bool) -> None:
-        self.address, self.size = address, size
-        self.is_small, self.is_free = is_small, is_free
-        self.before: _Block | None = None
-        self.after: _Block | None = None
+    address: int
+    size: int
+    is_small: bool
+    is_free: bool
+    before: "_Block | None" = None
+    after: "_Block | None" = None
 
 
 _Free = list[tuple[int, int, _Block]]  # sorted by size and address, like torch's search for the best fit

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from lightning_gpu_tools.memory.readings import LOADING_CHECKPOINT, SETUP, OutOfMemory
+from lightning_gpu_tools.memory.readings import LOADING_CHECKPOINT, SETUP, OutOfMemory, RankMemory
 from lightning_gpu_tools.training.phases import OPTIMIZER, OUTSIDE_LOOP, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable
@@ -35,12 +35,12 @@ class ErrorFacts(NamedTuple):
         return self.oom.memory is not None and self.oom.memory.first_step is not None
 
     @property
-    def has_completed_full_step(self) -> bool:
-        """Whether a step was completed that began with the optimizer's states and old gradients."""
+    def full_memory(self) -> RankMemory | None:
+        """The memory of the run, once a step has ended that began with the optimizer's states and old gradients."""
         memory = self.oom.memory
         if memory is None or memory.first_step is None or memory.last_step is None:
-            return False
-        return memory.last_step.step > memory.first_step.step
+            return None
+        return memory if memory.last_step.step > memory.first_step.step else None
 
     @property
     def allocated_bytes(self) -> int:
@@ -93,8 +93,8 @@ class ErrorFacts(NamedTuple):
         """The least GPU memory that this job would have needed."""
         oom = self.oom
         tensors, to_come = self.wanted_bytes, oom.model.model_bytes - (oom.begin_bytes or self.allocated_bytes)
-        if oom.memory is not None and self.has_completed_full_step:
-            tensors, to_come = max(tensors, oom.memory.peak_bytes), 0
+        if self.full_memory is not None:
+            tensors, to_come = max(tensors, self.full_memory.peak_bytes), 0
         own = 0  # of this process, outside torch's allocator
         if oom.total_bytes is not None and oom.free_bytes is not None and oom.reading is not None:
             own = oom.total_bytes - oom.free_bytes - oom.reading.reserved_bytes - self.others_bytes

@@ -1,6 +1,5 @@
 """Measurements that resemble a cause, and the details of advice. Each cause itself is in test_each_cause.py."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -8,18 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import (
-    COPIES,
-    LOADER,
-    NO_WORKERS,
-    STEP,
-    WAITS,
-    a_host,
-    contended,
-    cpu_run,
-    gpu_run,
-    watched,
-)
+from synthetic import COPIES, LOADER, NO_WORKERS, STEP, WAITS, a_host, contended, cpu_run, gpu_run, watched
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Finding, top_lines
@@ -38,13 +26,7 @@ def validated(ms: float, **options: Any) -> RunMeasurements:
     return cpu_run({"training_step": 20, "validation": 4 * ms}, **{"validations": 20, **options})
 
 
-def spending(phase: str, **options: Any) -> RunMeasurements:
-    """Return steps of 25 ms, 20 of which are spent in a phase."""
-    return cpu_run({phase: 20, "training_step": 5}, **options)
-
-
-def workers(count: int) -> dict[str, Any]:
-    return {"loader": dataclasses.replace(LOADER, num_workers=count, pin_memory=False)}
+PAGEABLE: dict[str, Any] = {"loader": replace(LOADER, pin_memory=False)}
 
 
 def first(run: RunMeasurements) -> Finding:
@@ -56,9 +38,12 @@ def first(run: RunMeasurements) -> Finding:
     [
         (gpu_run(STEP, 40.0, **watched(operations=1500)), "Use torch.compile(model"),
         (gpu_run(STEP, 40.0, **watched(operations=1500), recompiled=()), "Use mode='reduce-overhead' (CUDA graphs) in"),
-        (gpu_run(**COPIES, **workers(4)), "Set DataLoader(pin_memory=True) (now False)"),
+        (gpu_run(**COPIES, **PAGEABLE), "Set DataLoader(pin_memory=True) (now False)"),
         (gpu_run(**COPIES), "uint8"),
-        (spending("callback/StepLR.step"), "Make StepLR.step faster, or run it 200 times less often."),
+        (
+            cpu_run({"callback/StepLR.step": 20, "training_step": 5}),
+            "StepLR.step faster, or run it 200 times less often.",
+        ),
         (validated(5, validation_batches=20), "Make validation_step faster."),
         (validated(5, validation_loaders=(NO_WORKERS,), validation_wait_s=3.0), "num_workers=3, persistent_workers"),
         (validated(20, epochs=20, epoch_steps=10), "check_val_every_n_epoch=10)"),  # more would be too rare
@@ -154,7 +139,7 @@ ON_STORAGE = LoadingFacts(storage_wait_share=0.6)
     [
         (ON_STORAGE, 0.15, "too_few_workers", "num_workers="),  # computing for most of the time
         (SLOW_WORKER, None, "slow_worker", "prefetch_factor=4 (now 2)"),
-        (dataclasses.replace(SLOW_WORKER, ready_out_of_order_share=0.2), None, "too_few_workers", "num_workers="),
+        (replace(SLOW_WORKER, ready_out_of_order_share=0.2), None, "too_few_workers", "num_workers="),
         (LoadingFacts(runnable_share=0.9, delayed_share=0.3), None, "cpu_bound", "this job has 64 cores. Do less"),
     ],
 )
@@ -175,7 +160,7 @@ def test_the_kind_follows_from_what_the_workers_do(
     ],
 )
 def test_a_short_wait_for_what_lies_ready_is_no_finding(change: dict[str, Any], verdict: str) -> None:
-    assert diagnose(cpu_run({"data_loading": 4, "training_step": 10}, **workers(4), **change)).verdict == verdict
+    assert diagnose(cpu_run({"data_loading": 4, "training_step": 10}, **PAGEABLE, **change)).verdict == verdict
 
 
 # --- the host ----------------------------------------------------------------------------------------------------
@@ -266,7 +251,6 @@ USERS = {
     "children": (contended(others=0.8, children=SIMULATORS, other=EVE), "own_children", "start them with nice -n 19"),
     "threads": (contended(others=0.3, workers=0, torch_threads=16), "own_threads", "torch.set_num_threads(2) (now 16)"),
     "thread pools": (POOLS, "own_threads", "in worker_init_fn: torch.set_num_threads(1), with cv2"),
-    "own workers": (contended(), "own_threads", "torch.set_num_threads(1) (now 2), num_workers=1 (now 4)."),
     "a quota beside other programs": (QUOTA, "own_threads", "give it more of the 64 cores: sbatch --cpus-per-task"),
 }
 

@@ -1,6 +1,5 @@
 """The number of workers that a loader needs and may have, and limits of the host."""
 
-import dataclasses
 import math
 from dataclasses import replace
 from typing import Any
@@ -77,7 +76,11 @@ def test_batches_must_fit_into_shared_memory() -> None:
     assert plan(0.080, 0.010, docker_default, batch_bytes=GIB).settings.num_workers == 0
 
 
-FOUND = dataclasses.replace(NO_WORKERS, num_workers=4, prefetch_factor=2)
+def loading(run: RunMeasurements) -> Finding:
+    return next(one for one in diagnose(run).findings if one.cause == "data_loading")
+
+
+FOUND = replace(NO_WORKERS, num_workers=4, prefetch_factor=2)
 
 
 def searched(chosen: LoaderSettings, *tried: tuple[LoaderSettings, float]) -> LoaderResult:
@@ -100,7 +103,7 @@ def test_measurements_of_a_search_replace_the_prediction(
     result: LoaderResult | None, kind: str, said: str, bound: float | None
 ) -> None:
     run = gpu_run({"data_loading": 400.0, "training_step": 100.0}, 20.0, loader=NO_WORKERS, searched=result)
-    finding = next(one for one in diagnose(run).findings if one.cause == "data_loading")
+    finding = loading(run)
     assert finding.evidence["kind"] == kind
     assert said in finding.advice
     assert ("NumWorkersFinder()" in finding.advice) == (result is None)
@@ -114,10 +117,6 @@ PLAIN = LoaderFacts(kind="torch.utils.data.dataloader.DataLoader", dataset="Phot
 OPEN = replace(PLAIN, open_files=("Photos.file",))
 STREAM = replace(PLAIN, is_iterable=True, splits=False)
 ON_STORAGE = LoadingFacts(storage_wait_share=0.6)
-
-
-def loading(run: RunMeasurements) -> Finding:
-    return next(one for one in diagnose(run).findings if one.cause == "data_loading")
 
 
 def waiting(began: LoaderFacts, now: LoaderFacts | None = None, **options: Any) -> RunMeasurements:

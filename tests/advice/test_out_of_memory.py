@@ -25,12 +25,6 @@ TWO = (
 )
 
 
-def parsed(text: str) -> OutOfMemory:
-    message = parse(text)
-    assert message is not None
-    return message
-
-
 def said(oom: OutOfMemory, run: RunMeasurements = RUN) -> tuple[str, str]:
     diagnosis = diagnose(run, out_of_memory=oom)
     assert diagnosis.verdict == "out_of_memory"
@@ -63,6 +57,10 @@ def larger_batch(room: float) -> dict[str, Any]:
     return {"allocated": 12 * GIB, "batch_shape": (64, 700), "usual_items": 64.0 * 512, "memory": memory}
 
 
+NET = MemoryLine(9 * GIB, 12, "forward", "net.py", 41, "forward")
+OF_16 = dataclasses.replace(counted_steps(16, 8 * GIB, 18 * GIB), peak_lines=(NET,))
+LARGER = {"batch_shape": (64, 512), "memory": OF_16}
+SMALL = {**USUAL, "memory": counted_steps(64, 8 * GIB, 12 * GIB)}
 ANN = GpuProcess(pid=9, user="ann", name="train.py", memory_used_bytes=6 * GIB)
 # What differs from an error of a step that began with 8 GiB in tensors, as all steps before it; the cause, and words.
 ERRORS = {
@@ -77,6 +75,8 @@ ERRORS = {
     "states to shard": ({**STATES, "begins": FLAT[:1], "gpus": TWO}, "optimizer_too_large", "needs 3.50 GiB instead"),
     "states to fuse": ({**STATES, "begins": [(1, 16 * GIB)]}, "optimizer_too_large", "Set AdamW(..., fused=True): its"),
     "states in 8 bits": ({**STATES, "begins": [(1, 18 * GIB)]}, "optimizer_too_large", "with 8-bit states, or without"),
+    "a step unlike the others": (SMALL, "spike", "3.55 times as much as earlier steps"),
+    "lines": (LARGER, "batch_too_large", "is allocated at net.py:41 in forward (9.00 GiB)."),
     "others that came later": (larger_batch(23 * GIB), "other_processes", "11.0 GiB belong to processes that are not"),
     "others from the beginning": ({"others": (ANN,)}, "other_processes", "process 9 (train.py) of ann holds 6.00 GiB"),
 }
@@ -84,8 +84,10 @@ ERRORS = {
 
 @pytest.mark.parametrize(("options", "cause", "words"), ERRORS.values(), ids=ERRORS)
 def test_causes_that_look_alike_are_told_apart(options: dict[str, Any], cause: str, words: str) -> None:
-    found, text = said(an_error(**{"begins": FLAT, **options}))
+    asked = MemoryLine(200 * MIB, 1, "", "train.py", 5, "training_step")
+    found, text = said(an_error(**{"begins": FLAT, **options}, asked=asked))
     assert (found, words in text) == (cause, True), text
+    assert "torch asked for 200 MiB at train.py:5 in training_step" in text
 
 
 def test_the_batch_that_fits_keeps_the_effective_batch_size() -> None:
@@ -132,26 +134,6 @@ def test_remedies_at_the_same_batch_size_have_numbers() -> None:
     assert "precision" not in text
 
 
-NET = MemoryLine(9 * GIB, 12, "forward", "net.py", 41, "forward")
-UP_TO_12 = counted_steps(64, 8 * GIB, 12 * GIB)
-OF_16 = dataclasses.replace(counted_steps(16, 8 * GIB, 18 * GIB), peak_lines=(NET,))
-LARGER = {"batch_shape": (64, 512), "memory": OF_16}
-
-
-@pytest.mark.parametrize(
-    ("options", "cause", "words"),
-    [
-        ({**USUAL, "memory": UP_TO_12}, "spike", "3.55 times as much as earlier steps"),
-        (LARGER, "batch_too_large", "is allocated at net.py:41 in forward (9.00 GiB)."),
-    ],
-)
-def test_the_step_and_the_lines_that_hold_the_memory_are_named(options: dict[str, Any], cause: str, words: str) -> None:
-    asked = MemoryLine(200 * MIB, 1, "", "train.py", 5, "training_step")
-    found, text = said(an_error(**{"begins": FLAT, **options}, asked=asked))
-    assert (found, words in text) == (cause, True), text
-    assert "torch asked for 200 MiB at train.py:5 in training_step" in text
-
-
 @pytest.mark.parametrize(
     ("text", "free", "oom_kills", "is_one"),
     [
@@ -164,7 +146,7 @@ def test_the_step_and_the_lines_that_hold_the_memory_are_named(options: dict[str
 def test_a_message_with_two_meanings_counts_if_memory_is_short(
     text: str, free: int | None, oom_kills: int, is_one: bool
 ) -> None:
-    oom = dataclasses.replace(parsed(text), total_bytes=24 * GIB, free_bytes=free, oom_kills=oom_kills)
+    oom = dataclasses.replace(parse(text), total_bytes=24 * GIB, free_bytes=free, oom_kills=oom_kills)
     assert is_out_of_memory(oom) is is_one
 
 

@@ -10,19 +10,7 @@ import pytest
 from cause_examples import MEMORY_EXAMPLES, STALL_EXAMPLES, TIME_EXAMPLES
 from gpu_cases import MEASURED
 from real_names import unknown_names
-from synthetic import (
-    COPIES,
-    LOADER,
-    STEP,
-    WAITS,
-    a_host,
-    contended,
-    cpu_run,
-    gpu_run,
-    on_hopper,
-    ranks,
-    run_of,
-)
+from synthetic import COPIES, LOADER, STEP, WAITS, a_host, contended, cpu_run, gpu_run, on_hopper, ranks, run_of
 
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose, explain_stall
@@ -39,10 +27,6 @@ OF_A_TRAINER = (
 OF_A_LOOP = r"run\.phase|run\.batches|watch\(|find_loader_settings|Fabric|no_sync|select_gpus|\.to\(device\)|The phase"
 
 
-def work(phase: str, **options: Any) -> RunMeasurements:
-    return cpu_run({phase: 20, "training_step/forward": 5}, **options)
-
-
 def late_rank(phase: str) -> RunMeasurements:
     return gpu_run(STEP, 99.0, **ranks(*[{phase: 0.01}] * 3, {phase: 0.03}))
 
@@ -52,11 +36,14 @@ def uneven(phase: str, every: int, slow_s: float, **options: Any) -> RunMeasurem
     return run_of([{"training_step": 0.02, **({phase: slow_s} if one else {})} for one in slow], **options)
 
 
+LONG_PHASES = (
+    *("callback", "callback/StepLR.step", "callback/LitModel.optimizer_step", "callback/a.log", "logging"),
+    *("logging/self.log", "host_to_device_copy", "training_step", TRAINER, OUTSIDE_LOOP),
+)
 RUNS = [
     *(case.run for case in MEASURED.values()),
     *(examples.sick for examples in TIME_EXAMPLES.values()),
-    *map(work, ("callback", "callback/StepLR.step", "callback/LitModel.optimizer_step", "callback/a.log")),
-    *map(work, ("logging", "logging/self.log", "host_to_device_copy", "training_step", TRAINER, OUTSIDE_LOOP)),
+    *(cpu_run({phase: 20, "training_step/forward": 5}) for phase in LONG_PHASES),
     cpu_run(WAITS, loader=None),
     gpu_run(**COPIES, ranks=late_rank("forward").ranks),
     gpu_run(**COPIES, loader=dataclasses.replace(LOADER, pin_memory=False)),

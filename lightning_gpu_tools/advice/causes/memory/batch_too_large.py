@@ -82,11 +82,11 @@ def _smaller_batch(facts: ErrorFacts, size: int | None, fits: int | None, *, is_
 
 def has_fitted(facts: ErrorFacts) -> bool:
     """Return whether batches of this size fit before, in much less memory."""
-    oom = facts.oom
-    if oom.memory is None or not facts.has_completed_full_step or not oom.batch_shape or facts.in_validation:
+    oom, memory = facts.oom, facts.full_memory
+    if memory is None or not oom.batch_shape or facts.in_validation:
         return False
     is_usual = math.prod(oom.batch_shape) <= (oom.usual_items or 0)
-    return is_usual and facts.wanted_bytes > _NEARLY * oom.memory.peak_bytes
+    return is_usual and facts.wanted_bytes > _NEARLY * memory.peak_bytes
 
 
 CAUSE = Cause(

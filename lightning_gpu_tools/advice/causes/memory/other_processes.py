@@ -36,16 +36,16 @@ def find(facts: ErrorFacts) -> Findings:
 
 def others_are_the_cause(facts: ErrorFacts) -> bool:
     """Return whether this job would fit, or would still fit, without other jobs' memory."""
-    oom, size, room = facts.oom, facts.others_bytes, facts.room_bytes
+    oom, size, room, memory = facts.oom, facts.others_bytes, facts.room_bytes, facts.full_memory
     missing = max(0, oom.requested_bytes - (oom.free_bytes or 0))
     if not size or size < missing or oom.total_bytes is None or room is None or oom.allowed_bytes is not None:
         return False
-    if oom.memory is None or not facts.has_completed_full_step:
+    if memory is None:
         return size >= MIN_SHARE * oom.total_bytes and facts.needed_bytes <= oom.total_bytes
     # It would fit in what torch has held, or in the room that it had before others came.
-    peaks = [oom.memory.latest.peak_reserved_bytes, 0 if oom.reading is None else oom.reading.peak_reserved_bytes]
-    if min(size, oom.memory.room_bytes - room) >= MIN_SHARE * oom.total_bytes:
-        peaks.append(oom.memory.room_bytes)
+    peaks = [memory.latest.peak_reserved_bytes, 0 if oom.reading is None else oom.reading.peak_reserved_bytes]
+    if min(size, memory.room_bytes - room) >= MIN_SHARE * oom.total_bytes:
+        peaks.append(memory.room_bytes)
     return room + missing <= max(peaks)
 
 

@@ -47,8 +47,8 @@ def find(facts: ErrorFacts) -> Findings:
 
 def _usual_step_bytes(facts: ErrorFacts) -> int:
     """Return the most memory that a step has added to the memory at its start; 0 if unknown."""
-    memory, last = facts.oom.memory, None if facts.oom.memory is None else facts.oom.memory.last_step
-    if memory is None or last is None or not facts.has_completed_full_step:
+    memory = facts.full_memory
+    if memory is None or (last := memory.last_step) is None:
         return 0
     most = max(last.end.allocated_bytes, memory.peaks_bytes.get("training", 0))
     return max(most - last.begin.allocated_bytes, last.added_bytes)

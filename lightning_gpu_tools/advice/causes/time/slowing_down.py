@@ -6,8 +6,7 @@ added since the first third. Batch size, the GPU's clock, and the memory of the 
 the first of them that changed too is reported as the likely reason.
 """
 
-from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import median
 
 from lightning_gpu_tools.advice.findings import Cause, Findings, Variant, label_of, median_interval
 from lightning_gpu_tools.advice.lost_time import exposed_share, idle_share, lost_time
@@ -44,10 +43,10 @@ def find(run: RunMeasurements) -> Findings:
     times, lower, upper = median(steps_s[-third:]) / first_s, late[0] / early[1], late[1] / early[0]
     if times < _MIN_TIMES:
         return
+    first, last = (sum(blocks, StepBlock()) for blocks in (run.blocks[:third], run.blocks[-third:]))
     added_s = {
-        phase: _mean_s(run.blocks[-third:], phase) - _mean_s(run.blocks[:third], phase)
-        for block in run.blocks
-        for phase in block.phase_s
+        phase: seconds / last.steps - first.phase_s.get(phase, 0.0) / first.steps
+        for phase, seconds in last.phase_s.items()
         if base_phase(phase) not in _NOT_OF_STEP
     }
     phase = max(added_s, key=added_s.__getitem__)
@@ -69,10 +68,6 @@ def find(run: RunMeasurements) -> Findings:
         basis="heuristic" if what else "measured",
         lower=share * (lower - 1) / (times - 1),
     )
-
-
-def _mean_s(blocks: Sequence[StepBlock], phase: str) -> float:
-    return fmean(block.phase_s.get(phase, 0.0) / block.steps for block in blocks)
 
 
 def _what_changed(run: RunMeasurements) -> tuple[str, str]:
