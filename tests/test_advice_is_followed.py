@@ -29,7 +29,7 @@ _CAN_BE_TYPED = re.compile(
 )
 _MIN_WORDS = 4  # fewer are a name, a format, or a key
 # Fields of a cause that describe its messages, for the docs; so do instances of Variant.
-_DESCRIPTIONS = {"says", "change", "begins", "rows", "time"}
+_DESCRIPTIONS = {"says", "change", "rows"}
 # Texts of this kind that advise nothing, or nothing that a test here can do, with the reason.
 _EXCEPTIONS = {
     "[Ee]rror(?: \\[CUDA\\])?: out of memory": "a pattern for errors of others",

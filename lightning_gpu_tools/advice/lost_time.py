@@ -174,9 +174,9 @@ def larger_batch(run: RunMeasurements) -> str:
 def lost_time(
     run: RunMeasurements,
     share: float,
-    *,
     begins: str,
     advice: str,
+    *,
     evidence: Mapping[str, float | str | None] = {},
     phase: str | None = None,
     detail: str = "",
@@ -226,7 +226,7 @@ def name_of(phase: str) -> str:
     return printable(name or group)
 
 
-def lost_in(run: RunMeasurements, phase: str, *, begins: str, advice: str) -> Finding:
+def lost_in(run: RunMeasurements, phase: str, begins: str, advice: str) -> Finding:
     """Return a finding on a phase that occurs now and then.
 
     Up to three events may be chance: one in twenty runs would have none of them. So the part of the share that is not
@@ -242,8 +242,8 @@ def lost_in(run: RunMeasurements, phase: str, *, begins: str, advice: str) -> Fi
     return lost_time(
         run,
         share,
-        begins=begins,
-        advice=advice,
+        begins,
+        advice,
         phase=phase,
         evidence={"seconds": run.phase_s[phase], "name": name or None},
         has_lines=True,

@@ -14,7 +14,7 @@ def find(run: RunMeasurements) -> Findings:
     for phase in phases_of(run, CALLBACK):
         name = name_of(phase)
         advice = f"Make {name} faster, or run it {times_rarer(run, phase)} times less often."
-        yield lost_in(run, phase, begins=f"{name} takes", advice=advice)
+        yield lost_in(run, phase, f"{name} takes", advice)
 
 
 CAUSE = Cause(

@@ -20,7 +20,7 @@ def find(run: RunMeasurements) -> Findings:
                 interval = f": ModelCheckpoint(every_n_epochs={times * round(steps / run.epoch_steps)})"
         advice = f"Save {times} times less often{interval}. Or save in the background{plugin}."
         advice += sentence_of(run.checkpoint_storage, "Their folder ")
-        yield lost_in(run, phase, begins="Writing checkpoints takes", advice=advice)
+        yield lost_in(run, phase, "Writing checkpoints takes", advice)
 
 
 CAUSE = Cause(

@@ -30,13 +30,9 @@ def find(run: RunMeasurements) -> Findings:
     change = f"Average gradients less often ({seldom}){halves}."
     if run.stage != "fit":
         change = "Pass on_step=False to self.log, so that ranks exchange metrics once, at the end."
-    yield lost_time(
-        run,
-        min(fmean(waits_s) / run.step_s, 1.0),
-        begins="Waiting for other ranks takes",
-        advice=f"The network is slow, or a different rank is late each time. {change}",
-        phase=RANK_WAIT,
-    )
+    share = min(fmean(waits_s) / run.step_s, 1.0)
+    advice = f"The network is slow, or a different rank is late each time. {change}"
+    yield lost_time(run, share, "Waiting for other ranks takes", advice, phase=RANK_WAIT)
 
 
 def why_not(run: RunMeasurements, finding: Finding) -> str:

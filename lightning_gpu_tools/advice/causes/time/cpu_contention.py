@@ -7,7 +7,7 @@ Other findings count the same time again if they include it.
 
 import math
 
-from lightning_gpu_tools.advice.findings import Cause, Findings, Variant
+from lightning_gpu_tools.advice.findings import Cause, Evidence, Findings, Variant
 from lightning_gpu_tools.advice.lost_time import idle_share, longest_group, lost_time
 from lightning_gpu_tools.training.phases import PAUSES, RANK_WAIT
 from lightning_gpu_tools.training.run_measurements import MANY_THREADS, CoreFacts, RunMeasurements
@@ -28,20 +28,15 @@ def find(run: RunMeasurements) -> Findings:
     if share < _MIN_WAITING:
         return
     kind, taken_by, advice = _taken(run, cores)
-    yield lost_time(
-        run,
-        share,
-        begins="Waiting for a CPU core takes",
-        advice=advice,
-        phase=longest_group(run, (RANK_WAIT, *PAUSES))[0],  # the wait is measured only in total
-        evidence={
-            "kind": kind,
-            "taken_by": taken_by,
-            "cores": run.host.cores,
-            "runnable_threads": cores.runnable_threads,
-        },
-        detail=f"{format_duration(share * run.step_s)} per step; {taken_by}",
-    )
+    evidence: Evidence = {
+        "kind": kind,
+        "taken_by": taken_by,
+        "cores": run.host.cores,
+        "runnable_threads": cores.runnable_threads,
+    }
+    detail = f"{format_duration(share * run.step_s)} per step; {taken_by}"
+    longest, _ = longest_group(run, (RANK_WAIT, *PAUSES))  # the wait is measured only in total
+    yield lost_time(run, share, "Waiting for a CPU core takes", advice, phase=longest, evidence=evidence, detail=detail)
 
 
 def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:

@@ -91,8 +91,8 @@ def find(run: RunMeasurements) -> Findings:
     found = lost_time(
         run,
         share,
-        begins="Waiting for data takes",
-        advice=_of_another_loader(run),
+        "Waiting for data takes",
+        _of_another_loader(run),
         phase=DATA_LOADING,
         evidence={
             "wait_ms_per_step": wait_s * 1e3,

@@ -24,14 +24,8 @@ def find(run: RunMeasurements) -> Findings:
         "nonzero and synchronize() there, or call them every 50 steps."
         f"{_LOG_WITHOUT_SYNC if run.has_trainer else ''}"
     )
-    yield lost_time(
-        run,
-        share,
-        begins=f"Waiting for GPU results inside the {run.activity} step takes",
-        advice=advice,
-        phase=TRAINING_STEP,
-        evidence={"source_lines": lines},
-    )
+    begins = f"Waiting for GPU results inside the {run.activity} step takes"
+    yield lost_time(run, share, begins, advice, phase=TRAINING_STEP, evidence={"source_lines": lines})
 
 
 CAUSE = Cause(

@@ -16,7 +16,7 @@ def find(run: RunMeasurements) -> Findings:
     ends_workers = run.loader is not None and run.loader.num_workers > 0 and not run.loader.persistent_workers
     keep = ", or keep the loader's workers between epochs (persistent_workers=True)" if ends_workers else ""
     for phase in phases_of(run, EPOCH_START):
-        yield lost_in(run, phase, begins="Starting epochs takes", advice=f"Make epochs longer{keep}.")
+        yield lost_in(run, phase, "Starting epochs takes", f"Make epochs longer{keep}.")
 
 
 CAUSE = Cause(

@@ -16,7 +16,7 @@ def find(run: RunMeasurements) -> Findings:
             "objects. "
             f"If the program calls gc.collect() itself, call it {times_rarer(run, phase)} times less often."
         )
-        yield lost_in(run, phase, begins="Garbage collection takes", advice=advice)
+        yield lost_in(run, phase, "Garbage collection takes", advice)
 
 
 CAUSE = Cause(

@@ -21,7 +21,7 @@ def find(run: RunMeasurements) -> Findings:
             "Set DataLoader(pin_memory=True) (now False): the GPU copies page-locked memory in the background. Pass "
             "non_blocking=True where your own code moves the batch."
         )
-    yield lost_time(run, share, begins="Moving batches to the device takes", advice=advice, phase=COPY, has_lines=True)
+    yield lost_time(run, share, "Moving batches to the device takes", advice, phase=COPY, has_lines=True)
 
 
 CAUSE = Cause(

@@ -16,15 +16,9 @@ def find(run: RunMeasurements) -> Findings:
     _, _, share = idle_in_step(run)
     if run.watched is None or share < _MIN_SHARE or is_tiny(run):
         return
-    yield lost_time(
-        run,
-        share,
-        begins=f"Host work inside the {run.activity} step takes",
-        advice="Move this work to the dataset, where workers do it in advance, or to the GPU.",
-        phase=TRAINING_STEP,
-        has_lines=True,
-        has_function=True,
-    )
+    begins = f"Host work inside the {run.activity} step takes"
+    advice = "Move this work to the dataset, where workers do it in advance, or to the GPU."
+    yield lost_time(run, share, begins, advice, phase=TRAINING_STEP, has_lines=True, has_function=True)
 
 
 CAUSE = Cause(

@@ -4,7 +4,7 @@ Takes the GPU's idle time inside the step, by CUDA events and the driver's utili
 the host needs little time per operation. A short step that hardly uses the GPU counts as well.
 """
 
-from lightning_gpu_tools.advice.findings import Cause, Findings
+from lightning_gpu_tools.advice.findings import Basis, Cause, Findings
 from lightning_gpu_tools.advice.lost_time import idle_in_step, idle_in_step_share, is_tiny, larger_batch, lost_time
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
 
@@ -28,15 +28,9 @@ def find(run: RunMeasurements) -> Findings:
             fewer = "mode='reduce-overhead' (CUDA graphs) in your torch.compile call"
         fused = ", a fused optimizer (AdamW(..., fused=True))" if run.stage == "fit" else ""
         advice = f"The host launches kernels more slowly than the GPU runs them. Use {fewer}{fused}{or_larger}"
-    yield lost_time(
-        run,
-        share,
-        begins="Launching many small kernels takes",
-        advice=advice,
-        phase=TRAINING_STEP,
-        has_lines=True,
-        basis="heuristic" if run.watched is None else "measured",
-    )
+    basis: Basis = "heuristic" if run.watched is None else "measured"
+    begins = "Launching many small kernels takes"
+    yield lost_time(run, share, begins, advice, phase=TRAINING_STEP, has_lines=True, basis=basis)
 
 
 CAUSE = Cause(

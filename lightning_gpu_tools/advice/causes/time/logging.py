@@ -14,8 +14,7 @@ _MAX_STEPS = 1000  # our default, the most in the advice: less frequent metrics 
 
 def find(run: RunMeasurements) -> Findings:
     for phase in phases_of(run, LOGGING):
-        name = name_of(phase)
-        yield lost_in(run, phase, begins=f"{name} takes", advice=_advice(run, phase))
+        yield lost_in(run, phase, f"{name_of(phase)} takes", _advice(run, phase))
 
 
 def _advice(run: RunMeasurements, phase: str) -> str:

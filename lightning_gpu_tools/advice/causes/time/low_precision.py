@@ -33,13 +33,10 @@ def find(run: RunMeasurements) -> Findings:
             f"Set {driver}(precision='16-mixed'); this GPU does not support bf16. Watch for a loss of inf or nan: fp16 "
             "overflows above 65504."
         )
-    yield lost_time(
-        run,
-        (run.utilization_percent or 0.0) / 100 * (1 - 1 / _SPEEDUP),
-        begins="Computing in 32-bit leaves the tensor cores idle and costs",
-        advice=f"The tensor cores are idle at precision {precision!r}. {advice}",
-        basis="heuristic",
-    )
+    share = (run.utilization_percent or 0.0) / 100 * (1 - 1 / _SPEEDUP)
+    begins = "Computing in 32-bit leaves the tensor cores idle and costs"
+    advice = f"The tensor cores are idle at precision {precision!r}. {advice}"
+    yield lost_time(run, share, begins, advice, basis="heuristic")
 
 
 CAUSE = Cause(

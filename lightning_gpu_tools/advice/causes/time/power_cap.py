@@ -29,7 +29,7 @@ def find(run: RunMeasurements) -> Findings:
         f"administrator to raise it: sudo nvidia-smi -pl {max_watts:.0f} sets the highest limit of this GPU."
     )
     share = capped_percent / 100 * busy_percent / 100 * (1 - clock_percent / 100)
-    yield lost_time(run, share, begins="Throttling at the power limit costs", advice=advice)
+    yield lost_time(run, share, "Throttling at the power limit costs", advice)
 
 
 CAUSE = Cause(

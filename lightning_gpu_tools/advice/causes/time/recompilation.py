@@ -43,14 +43,7 @@ def find(run: RunMeasurements) -> Findings:
         )
     else:
         advice += " Keep the value it depends on constant, or pass it as a tensor."
-    yield lost_time(
-        run,
-        share,
-        begins="Compiling the same code again takes",
-        advice=advice,
-        phase=TRAINING_STEP,
-        evidence=evidence,
-    )
+    yield lost_time(run, share, "Compiling the same code again takes", advice, phase=TRAINING_STEP, evidence=evidence)
 
 
 CAUSE = Cause(

@@ -64,9 +64,9 @@ def find(run: RunMeasurements) -> Findings:
     yield lost_time(
         run,
         share,
-        begins=f"{slow.count:,} of {times.count:,} steps took {times_median:.1f} times the median, in "
+        f"{slow.count:,} of {times.count:,} steps took {times_median:.1f} times the median, in "
         f'"{label}". The extra time is',
-        advice=advice,
+        advice,
         phase=slow.phase,
         evidence={"every_steps": every},
         has_lines=True,

@@ -58,9 +58,9 @@ def find(run: RunMeasurements) -> Findings:
     yield lost_time(
         run,
         share,
-        begins=f"Steps in the last third took {times:.1f} times as long as in the first (95% interval {lower:.1f} to "
+        f"Steps in the last third took {times:.1f} times as long as in the first (95% interval {lower:.1f} to "
         f'{upper:.1f}), mostly in "{label_of(phase, run.activity)}"{what}. The added time is',
-        advice=_ADVICE[kind],
+        _ADVICE[kind],
         phase=phase,
         evidence={"kind": kind, "times": times},
         has_lines=True,

@@ -14,16 +14,11 @@ def find(run: RunMeasurements) -> Findings:
     if active_percent is None or not larger:
         return
     idle = ((run.utilization_percent or 0.0) - active_percent) / 100
+    share = idle * (1 - run.phase_s.get(VALIDATION, 0.0) / run.wall_s)
+    begins = "A batch too small to fill the GPU costs"
     advice = f"The kernels fill {active_percent:.0f}% of the GPU. Set {larger}"
-    in_training = 1 - run.phase_s.get(VALIDATION, 0.0) / run.wall_s
-    yield lost_time(
-        run,
-        idle * in_training,
-        begins="A batch too small to fill the GPU costs",
-        advice=advice,
-        detail=f"{active_percent:.0f}% of the multiprocessors are active",
-        basis="heuristic",
-    )
+    detail = f"{active_percent:.0f}% of the multiprocessors are active"
+    yield lost_time(run, share, begins, advice, detail=detail, basis="heuristic")
 
 
 CAUSE = Cause(

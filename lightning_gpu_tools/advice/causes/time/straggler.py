@@ -61,14 +61,8 @@ def find(run: RunMeasurements) -> Findings:
         f"clocks with those of the others. {line}"
     )
     own, usual = (format_duration(one_s) for one_s in (slow.own_step_s, slow.own_step_s - excess_s))
-    yield lost_time(
-        run,
-        share,
-        begins=f"Waiting for {who} takes",
-        advice=advice.strip(),
-        evidence=evidence,
-        detail=f"{own} per step; {usual} on the median rank",
-    )
+    detail = f"{own} per step; {usual} on the median rank"
+    yield lost_time(run, share, f"Waiting for {who} takes", advice, evidence=evidence, detail=detail)
 
 
 def _standing_out(values_s: Sequence[float], step_s: float) -> set[int]:

@@ -19,7 +19,7 @@ def find(run: RunMeasurements) -> Findings:
         f"Heat throttled the clocks for {hot_percent:.0f}% of the time. Check the air flow, the fans and the "
         "neighboring GPU. A lower power limit (nvidia-smi -pl) steadies the clocks."
     )
-    yield lost_time(run, share, begins="Thermal throttling costs", advice=advice)
+    yield lost_time(run, share, "Thermal throttling costs", advice)
 
 
 CAUSE = Cause(

@@ -26,8 +26,8 @@ def find(run: RunMeasurements) -> Findings:
         yield lost_time(
             run,
             share,
-            begins=f'The line "{label_of(phase, run.activity)}" takes',
-            advice=_NAME_IT if phase == OUTSIDE_LOOP else "",
+            f'The line "{label_of(phase, run.activity)}" takes',
+            _NAME_IT if phase == OUTSIDE_LOOP else "",
             phase=phase,
             has_lines=phase != TRAINING_STEP,  # its forward, backward and optimizer have names
             has_function=True,
@@ -52,15 +52,8 @@ def explain_rest(run: RunMeasurements, idle: float) -> Finding:
     advice = "Profile some steps with torch.profiler."
     if run.has_trainer:
         advice = f"Profile the {run.activity} step: Trainer(profiler='pytorch', fast_dev_run=50)."
-    return lost_time(
-        run,
-        idle,
-        begins=f"Unexplained idle time inside the {run.activity} step takes",
-        advice=advice,
-        phase=TRAINING_STEP,
-        has_lines=True,
-        lower=0.0,
-    )
+    begins = f"Unexplained idle time inside the {run.activity} step takes"
+    return lost_time(run, idle, begins, advice, phase=TRAINING_STEP, has_lines=True, lower=0.0)
 
 
 CAUSE = Cause(

@@ -39,14 +39,8 @@ def find(run: RunMeasurements) -> Findings:
         )
     elif loaders and not any(settings.num_workers for settings in loaders) and waited >= _MIN_LOADER_SHARE:
         advice = f"{_workers(run, waited)} {advice}"
-    yield lost_time(
-        run,
-        taken * (1 - (busy or 0.0) / 100),
-        begins="Validation takes",
-        advice=advice,
-        phase=VALIDATION,
-        has_lines=True,
-    )
+    idle = taken * (1 - (busy or 0.0) / 100)
+    yield lost_time(run, idle, "Validation takes", advice, phase=VALIDATION, has_lines=True)
 
 
 def why_not(run: RunMeasurements, finding: Finding) -> str:
