@@ -94,15 +94,12 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
         for change in changes
         if change.setting in _MUST_MATCH and change not in followed
     ]
-    for name, report in (("old", old), ("new", new)):
-        if len(report.step_s_blocks) < _MIN_BLOCKS:
-            reasons.append(
-                f"the {name} run is too short: it has {len(report.step_s_blocks)} blocks of steady steps, but an "
-                f"estimate of its noise needs {_MIN_BLOCKS}"
-            )
     per_sample = any(change.setting == "batch_size" for change in followed)
     blocks = []
-    for report in (old, new):
+    for name, report in (("old", old), ("new", new)):
+        if (count := len(report.step_s_blocks)) < _MIN_BLOCKS:
+            has = f"has {count} blocks of steady steps, but an estimate of its noise needs {_MIN_BLOCKS}"
+            reasons.append(f"the {name} run is too short: it {has}")
         size = report.settings.get("batch_size")
         samples = size if per_sample and isinstance(size, int) and size > 0 else 1
         blocks.append([step_s / samples for step_s in report.step_s_blocks])

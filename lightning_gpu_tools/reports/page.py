@@ -9,9 +9,8 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from lightning_gpu_tools.advice.findings import label_of
-from lightning_gpu_tools.reports.gpu_table import MAX_ROWS, gpu_label
 from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.reports.text import details, paragraphs, phase_groups, verdict_line
+from lightning_gpu_tools.reports.text import MAX_ROWS, details, gpu_label, paragraphs, phase_groups, verdict_line
 from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.units import format_duration, printable
 

@@ -8,7 +8,6 @@ import math
 import os
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -41,8 +40,6 @@ StepSeconds = Annotated[float, Meta(ge=1e-9)]  # the resolution of time.perf_cou
 SCHEMA_VERSION = 3
 # NVML counts bytes in 64 bits. Sums and products of smaller numbers cannot overflow.
 _MAX_NUMBER = 2**64
-# Where reports are in a folder of runs: up to logs/name/version_0.
-_BELOW = ("", "*/", "*/*/", "*/*/*/")
 _MAX_BYTES = 32 << 20  # a report of 8,192 GPUs has 25 MiB
 # A run writes its report at least this often.
 WRITE_EVERY_S = 60.0
@@ -273,7 +270,7 @@ def find_reports(folder: str) -> Iterator[str]:
 
     Those of validate, test and predict are left out if their run has a fit.
     """
-    found = files.matching(folder, *(f"{below}{FILE_NAME}" for below in _BELOW))
+    found = files.matching(folder, *("*/" * depth + FILE_NAME for depth in range(4)))  # up to logs/name/version_0
     for file in sorted(found, key=lambda file: (files.last_modified(file), file), reverse=True):
         folder = os.path.dirname(file)
         run = run_folder(folder)
@@ -336,15 +333,3 @@ def _is_finished(path: str) -> bool:
         return load_report(path).is_finished
     except ReportError:  # from a newer version, or not ours: keep it
         return True
-
-
-def warn_if_not_writable(folder: str) -> None:
-    """Warn before training if the report cannot be written. The folder is not created, because it may stay empty."""
-    try:
-        files.check_writable(folder)
-    except OSError as error:
-        warnings.warn(
-            f"The report of this run will be printed, but not written to {folder!r}: {error.strerror or error}. "
-            "To get a file, choose another folder: Trainer(default_root_dir=...), its logger, or watch(folder=...).",
-            stacklevel=2,
-        )

@@ -17,7 +17,7 @@ from lightning_gpu_tools.gpus.metrics import (
 )
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, weights_s
 from lightning_gpu_tools.gpus.windows import WindowBuilder
-from lightning_gpu_tools.reports.gpu_table import COLUMNS
+from lightning_gpu_tools.reports.text import COLUMNS
 
 
 def utilization_samples(*pairs: tuple[float, float]) -> tuple[UtilizationSample, ...]:
@@ -132,7 +132,7 @@ def test_docs_list_the_logged_metrics() -> None:
 def test_every_gpu_number_is_in_a_table_of_the_report() -> None:
     numbers = {name for name, hint in get_type_hints(GpuSummary).items() if {*get_args(hint)} & {int, float}}
     shown = {column.field for column in COLUMNS}
-    assert numbers == shown, "add a line to COLUMNS of reports/gpu_table.py"
+    assert numbers == shown, "add a line to COLUMNS of reports/text.py"
 
 
 # Division of a GPU's use between this job and others

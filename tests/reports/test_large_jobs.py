@@ -1,7 +1,7 @@
 """The report of jobs from one GPU to a thousand: a table that a person can read, with a row for the rest."""
 
+import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from sample_report import GIB, REPORT
@@ -9,10 +9,8 @@ from simulated_report import DAY_S, simulated_report
 
 from lightning_gpu_tools.advice.memory_account import PARTS, OtherProcess
 from lightning_gpu_tools.advice.stalls import Stall
-from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.reports.gpu_table import COLUMNS
-from lightning_gpu_tools.reports.report import Report, ReportFile, from_json, to_json
-from lightning_gpu_tools.reports.text import render_text
+from lightning_gpu_tools.reports.report import Report, from_json, to_json
+from lightning_gpu_tools.reports.text import COLUMNS, render_text
 from lightning_gpu_tools.training.phases import PHASES
 
 SLOW = {"utilization_percent_mean": 5.0, "power_watts_mean": 120.0}
@@ -63,7 +61,8 @@ def test_everything_at_once_still_fits_and_names_the_rest() -> None:
 
 def test_failing_and_least_busy_of_many_gpus_have_rows() -> None:
     odd = {800: BROKEN, 33: SLOW, 34: {"utilization_percent_mean": 20.0}}
-    lines = render_text(with_odd(simulated_report(nodes=128), odd)).splitlines()
+    report = with_odd(simulated_report(nodes=128), odd)
+    lines = render_text(report).splitlines()
     start = "1,024 GPUs: half of them are at most 73% busy; errors and the least busy ("
     head = next(place for place, line in enumerate(lines) if line.startswith(start))
     assert lines[head + 1].split()[:3] == ["node", "GPU", "busy"]
@@ -71,14 +70,8 @@ def test_failing_and_least_busy_of_many_gpus_have_rows() -> None:
     assert (rows[0][:2], rows[0][-1]) == (["100", "0"], "error")
     assert [row[:3] for row in rows[1:4]] == [["4", "1", "5"], ["4", "2", "20"], ["127", "1", "33"]]
     assert len(rows[15]) == len(lines[head + 1].split())
-
-
-def test_full_lists_every_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ReportFile(tmp_path).save(simulated_report(nodes=8))
-    assert main(["report", str(tmp_path), "--full"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    found = [(int(row[0]), int(row[1])) for row in rows if len(row) == 10 and row[0].isdigit()]
-    assert found == [(node, index) for node in range(8) for index in range(8)]
+    places = re.findall(r"^ *(\d+) +(\d) +\d+ ", render_text(report, full=True), re.MULTILINE)
+    assert places == [(str(node), str(index)) for node in range(128) for index in range(8)]
 
 
 def test_the_json_of_a_large_job_is_small() -> None:

@@ -21,18 +21,12 @@ ACCOUNT = TRAINED.memory[0]
 A_RUN = gpu_run({"training_step": 50.0}, 95.0)
 
 
-def needed(report: Report) -> tuple[float, int]:
-    need = need_of(report)
-    assert need is not None
-    return need
-
-
 def with_memory(**changed: Any) -> Report:
     return replace(TRAINED, memory=(replace(ACCOUNT, **changed),))
 
 
 def test_it_is_the_peak_with_cudas_own_memory_and_a_margin() -> None:
-    assert needed(TRAINED) == (40 * GIB, 48 * GIB)
+    assert need_of(TRAINED) == (40 * GIB, 48 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +56,7 @@ def test_a_claim_is_compared_with_the_peak(claimed: int, said: str) -> None:
     ],
 )
 def test_it_counts_all_that_is_this_jobs_and_nothing_else(changed: dict[str, Any], peak: float) -> None:
-    assert needed(with_memory(**changed))[1] == pytest.approx(1.2 * peak * GIB, rel=1e-9, abs=2)
+    assert need_of(with_memory(**changed))[1] == pytest.approx(1.2 * peak * GIB, rel=1e-9, abs=2)
 
 
 @pytest.mark.parametrize(("total", "asked", "margin"), [(48, 45.6, 14), (40, 38, 0), (None, 48, 20)])
@@ -84,7 +78,7 @@ def test_an_out_of_memory_run_gives_a_lower_bound(tmp_path: Path) -> None:
     assert "(at least " in origin
     assert f"on 2026-01-02, {outcome}, {tmp_path}" in origin
     diagnosis = diagnose(A_RUN, out_of_memory=an_error(allocated=23 * GIB))  # an idle one of 24 does not have that
-    _, least_bytes = needed(replace(REPORT, diagnosis=diagnosis, memory=()))
+    _, least_bytes = need_of(replace(REPORT, diagnosis=diagnosis, memory=()))
     assert 23 * GIB < least_bytes == diagnosis.findings[0].evidence["needed_bytes"]
 
 
