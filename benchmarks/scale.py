@@ -40,7 +40,7 @@ from lightning_gpu_tools import GPUUtilizationMonitor
 from lightning_gpu_tools.advice.causes.time import straggler
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSummary
 from lightning_gpu_tools.reports.page import png_of
-from lightning_gpu_tools.reports.report import RUNNING, load_report, to_json
+from lightning_gpu_tools.reports.report import load_report, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs.ranks import steps_of
 from lightning_gpu_tools.runs.run_report import describe
@@ -276,7 +276,7 @@ class AskForReports(Callback):
             "running_report_s": median(took_s),
             "running_report_pause_s": median(pauses_s),
             "running_report_thread_cpu_s": median(cpus_s),
-            "running_report_all_here_s": timed_s(lambda: describe(session, RUNNING)),
+            "running_report_all_here_s": timed_s(lambda: describe(session)),
         }
 
 

@@ -24,20 +24,10 @@ from lightning_gpu_tools.gpus.metrics import Timeline
 from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape
 from lightning_gpu_tools.loaders.workers import OF_LIVING_WORKERS, wait_for_exit_codes
+from lightning_gpu_tools.memory import readings
 from lightning_gpu_tools.memory.blocks import MemoryRecorder, by_line, live_blocks
 from lightning_gpu_tools.memory.counters import MemoryCounters, read_memory
 from lightning_gpu_tools.memory.holdings import count_holdings, trained_bytes
-from lightning_gpu_tools.memory.readings import (
-    LOADING_CHECKPOINT,
-    OF_HOST,
-    SETUP,
-    MemoryHoldings,
-    MemoryLine,
-    MemoryReading,
-    OutOfMemory,
-    RankMemory,
-    out_of_memory,
-)
 from lightning_gpu_tools.reports.report import COMPLETED
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.run_gpus import with_gpus
@@ -52,7 +42,7 @@ _EARLY_STEPS, _EVERY_STEPS = 64, 64  # reads at the start of the first steps, th
 _MAX_POINTS = 200
 _RECORDED_BATCHES = 3  # of each validation, whose blocks are recorded with their lines
 
-
+_ALLOCATOR_SETTINGS = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # if both are set, torch follows the first one
 # The training thread's phase, by the innermost of these functions in the traceback; after a colon, a part of its path.
 _FUNCTIONS = {
     "training_step": FORWARD,
@@ -60,9 +50,9 @@ _FUNCTIONS = {
     "step:torch/optim": OPTIMIZER,
     "validation_step": VALIDATION,
     "test_step": VALIDATION,
-    "load_state_dict": LOADING_CHECKPOINT,
-    "load_checkpoint": LOADING_CHECKPOINT,
-    "load:torch/serialization": LOADING_CHECKPOINT,
+    "load_state_dict": readings.LOADING_CHECKPOINT,
+    "load_checkpoint": readings.LOADING_CHECKPOINT,
+    "load:torch/serialization": readings.LOADING_CHECKPOINT,
 }
 
 
@@ -74,9 +64,9 @@ class Ending:
         self.recorder: RunRecorder | None = None  # once training has begun
         self.outcome = COMPLETED
         self.failure: Failure | None = None  # if known beyond the error
-        self.out_of_memory: OutOfMemory | None = None  # if it ended training
+        self.out_of_memory: readings.OutOfMemory | None = None  # if it ended training
         self.next_step = math.inf if run.gpu is None else 0.0  # the next one to read at its start
-        self._last: OutOfMemory | None = None  # of torch's allocator: what is known in its thread
+        self._last: readings.OutOfMemory | None = None  # of torch's allocator: what is known in its thread
         self._failures = 0  # of the allocator; the program or cuDNN may have continued after each
         self._batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch in use
         self._batch_bytes = 0  # on the GPU, of the last batch at whose start the bytes in tensors were read
@@ -151,7 +141,7 @@ class Ending:
             timeline.add(number, reading.allocated_bytes)
             self._batch_bytes = batch_bytes(batch, on_gpu=True)
 
-    def _counted(self) -> MemoryReading | None:
+    def _counted(self) -> readings.MemoryReading | None:
         """Return the current counters of the allocator; ``None`` if they cannot be read."""
         with contextlib.suppress(Exception):  # as in MemoryCounters, which reports it
             return None if self._gpu is None else read_memory(self._gpu)
@@ -165,15 +155,12 @@ class Ending:
         """Record a failure, in the allocating thread and without the allocator's lock."""
         assert self._gpu is not None
         self._failures += 1
-        lines: tuple[MemoryLine, ...] = ()
+        lines: tuple[readings.MemoryLine, ...] = ()
         if self._failures.bit_count() == 1:  # a program may catch one in every step
             usual = () if self._counters is None else self._counters.usual  # blocks that belong to the optimizers
             lines = by_line(one for one in live_blocks(self._gpu) if one.stack and one.address not in usual)
-        self._last = OutOfMemory(
-            phase=self.clock.current.phase,
-            grad_enabled=torch.is_grad_enabled(),
-            reading=self._counted(),
-            lines=lines,
+        self._last = readings.OutOfMemory(
+            phase=self.clock.current.phase, grad_enabled=torch.is_grad_enabled(), reading=self._counted(), lines=lines
         )
 
     @property
@@ -182,16 +169,19 @@ class Ending:
         has_ended = self.out_of_memory is not None and self.out_of_memory.source == "allocator"
         return max(0, self._failures - has_ended)
 
-    def note_error(self, error: BaseException, step: int, begin: Callable[[], object]) -> str:
-        """Return the outcome of a run that ended with an error; the first call records the explanation.
+    def note_error(self, error: BaseException, step: int, begin: Callable[[], object]) -> None:
+        """Record the error that ended training, and explain it; further ones come from the end itself.
 
         ``begin`` starts to measure, because the error may have been raised before training began.
         """
         if self.outcome != COMPLETED:
-            return self.outcome
+            return
         is_intended = not isinstance(error, Exception)  # Ctrl-C, sys.exit
         exits = [] if is_intended else _worker_exits(self.run, error)
-        kills, message = oom_kills() - self._oom_kills, _message_of(error, exits)
+        kills, message = oom_kills() - self._oom_kills, readings.out_of_memory(error)
+        killed = tuple(pid for _, pid, code in exits if code == -signal.SIGKILL)
+        if killed and (message is None or message.source == "host"):
+            message = replace(readings.OF_HOST, is_certain=False, workers=killed)
         failure = None if is_intended else _failure_of(error, exits, kills)
         if failure is not None or (message is not None and message.is_certain):
             begin()
@@ -206,9 +196,8 @@ class Ending:
             self.outcome += f": {failure.what}"
         if failure is not None and hasattr(error, "add_note"):  # Python 3.11
             error.add_note(str(failure))
-        return self.outcome
 
-    def _with_facts(self, message: OutOfMemory, error: BaseException) -> OutOfMemory | None:
+    def _with_facts(self, message: readings.OutOfMemory, error: BaseException) -> readings.OutOfMemory | None:
         """Return the message of an error with the other facts at that time; ``None`` if it has another meaning here.
 
         The counters keep what was in use then.
@@ -232,7 +221,13 @@ class Ending:
                 validation_begins=self._validation_begins.points(),
             )
             if message.source != "allocator" or self._last is None:
-                found = replace(found, reading=_when_it_failed(self._counted(), message.reading))
+                now, reading = self._counted(), message.reading
+                if now is not None and reading is not None:  # now, many tensors may be free again
+                    allocated, reserved = reading.allocated_bytes, reading.reserved_bytes
+                    if reserved <= allocated:  # a message without the size of the cache does not say what was reserved
+                        reserved = now.reserved_bytes
+                    reading = replace(now, allocated_bytes=allocated, reserved_bytes=reserved)
+                found = replace(found, reading=reading or now)
             else:
                 found = replace(
                     found,
@@ -242,11 +237,12 @@ class Ending:
                     lines=self._last.lines,
                 )
         if found.phase == UNEXPLAINED:
-            found = replace(found, phase=_phase_of(error) or (clock.current.phase if clock.ran else SETUP))
+            found = replace(found, phase=_phase_of(error) or (clock.current.phase if clock.ran else readings.SETUP))
         if message.source != "host" and run.gpu is not None:
+            variable = next(filter(os.environ.__contains__, _ALLOCATOR_SETTINGS), _ALLOCATOR_SETTINGS[-1])
             found = replace(
                 with_gpus(found, run, *((None, None) if recorder is None else (recorder.ranks, recorder.watch))),
-                allocator=_allocator_settings(),
+                allocator=f"{variable}={os.environ.get(variable, '')}",
                 model=_model_size(run, memory),
                 # Those that would benefit much from their fused kernel, unlike SGD.
                 fusible=tuple(
@@ -300,33 +296,6 @@ def _frames(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
-def _message_of(error: BaseException, exits: Sequence[tuple[int, int, int]]) -> OutOfMemory | None:
-    """Return what the text of an error says about memory, or that the kernel killed workers."""
-    message = out_of_memory(error)
-    killed = tuple(pid for _, pid, code in exits if code == -signal.SIGKILL)
-    if killed and (message is None or message.source == "host"):
-        return replace(OF_HOST, is_certain=False, workers=killed)
-    return message
-
-
-def _when_it_failed(now: MemoryReading | None, in_message: MemoryReading | None) -> MemoryReading | None:
-    """Return a reading after an error with the sizes in its message, because many tensors may be free again."""
-    if now is None or in_message is None:
-        return now or in_message
-    allocated, reserved = in_message.allocated_bytes, in_message.reserved_bytes
-    # A message without the size of the cache does not say what was reserved.
-    return replace(
-        now, allocated_bytes=allocated, reserved_bytes=reserved if reserved > allocated else now.reserved_bytes
-    )
-
-
-def _allocator_settings() -> str:
-    # If both variables are set, torch follows the first one.
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    name = next((name for name in names if name in os.environ), names[-1])
-    return f"{name}={os.environ.get(name, '')}"
-
-
 def _phase_of(error: BaseException) -> str | None:
     found = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -338,15 +307,15 @@ def _phase_of(error: BaseException) -> str | None:
     return found
 
 
-def _requesting_line(error: BaseException, requested_bytes: int) -> MemoryLine | None:
+def _requesting_line(error: BaseException, requested_bytes: int) -> readings.MemoryLine | None:
     """Return the program's innermost line in the traceback; ``None`` if all lines are a framework's."""
     seen = line_in(reversed(stack_of(traceback.walk_tb(error.__traceback__))))
     if seen is None or not is_of_program(seen.file):
         return None
-    return MemoryLine(requested_bytes, 1, "", seen.file, seen.line, seen.function)
+    return readings.MemoryLine(requested_bytes, 1, "", seen.file, seen.line, seen.function)
 
 
-def _model_size(run: Run, memory: RankMemory | None) -> MemoryHoldings:
+def _model_size(run: Run, memory: readings.RankMemory | None) -> readings.MemoryHoldings:
     """Return a model's memory without its batch, including gradients and states that do not exist yet."""
     held = memory.holdings if memory is not None and memory.holdings is not None else count_holdings(run)
     weights_bytes = trained_bytes(run)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +20,8 @@ from lightning_gpu_tools.reports.comparison import confirm, earlier_report
 from lightning_gpu_tools.reports.page import png_of, render_page, svg_of
 from lightning_gpu_tools.reports.report import COMPLETED, DRAWN, Report, ReportFile
 from lightning_gpu_tools.reports.text import render_text
-from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.units import printable, printable_path
 
-LOG_NAME = "notify.log"  # beside the report
 # The shell starts the command and ends. Its output goes to $1, or nowhere if that cannot be written, as at a URL.
 _START = '{ true >>"$1" || set -- /dev/null; exec /bin/sh -c "$0" >>"$1" 2>&1; } 2>/dev/null &'
 _TIMEOUT_S = 5.0  # our default: on a machine without a free core, for a shell that takes a millisecond
@@ -31,8 +29,8 @@ _MAX_TEXT = 1000  # our default, as in the report
 _warned: dict[Any, Any] = {}
 
 
-def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
-    """Write the report, print it, log its summary, and draw its picture and page.
+def publish(report: Report, file: ReportFile, loggers: Sequence[Any] = (), step: int = 0) -> None:
+    """Write the report, print it, log its summary at this step, and draw its picture and page.
 
     A failure affects only its own part, and is printed.
     """
@@ -47,10 +45,9 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
         lines.append(f"Report: {_shown(path)}")
     with _failure_added_to(lines, "The report could not be shown"):
         text = render_text(report)
-    if run is not None:
-        for logger in run.loggers:
-            with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
-                _log_summary(report, text, logger, run.logged_step - 1)
+    for logger in loggers:
+        with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
+            _log_summary(report, text, logger, step)
     with _failure_added_to(lines, "The notification failed"):
         diagnosis = report.diagnosis
         texts = {"verdict": diagnosis.verdict, "why": diagnosis.why, "next_step": diagnosis.next_step}
@@ -172,7 +169,7 @@ def notify(
     inherited = {name: value for name, value in os.environ.items() if name != "LIGHTNING_GPU_TOOLS_NOTIFY"}
     try:
         subprocess.run(
-            ["/bin/sh", "-c", _START, command, os.path.join(folder, LOG_NAME)],
+            ["/bin/sh", "-c", _START, command, os.path.join(folder, "notify.log")],
             env={**inherited, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -77,7 +77,7 @@ class Timer:
         self.rank_waits = RankWaits(clock, weights)  # moves waiting for other ranks out of the clock's phases
         self.memory: MemoryCounters | None = None  # of this rank's GPU; None on another device
         self.fault: Exception | None = None  # the error that ended the timing
-        self.patches = Patches()
+        self.patches = Patches()  # whose missing ones are the parts that could not be timed
         self.worker_lines = WorkerLines()
 
     def time_loggers(self, loggers: Sequence[Any]) -> None:
@@ -91,11 +91,6 @@ class Timer:
     def is_trial(self) -> bool:
         """Whether a tuner runs a trial. Trials are not measured."""
         return False
-
-    @property
-    def unseen(self) -> list[str]:
-        """The parts that could not be timed."""
-        return self.patches.missing
 
     def stop(self) -> None:
         """Stop the clock and restore everything, once."""

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal
 
@@ -11,8 +11,7 @@ import torch
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
-from lightning_gpu_tools.gpus.metrics import GpuWindow
-from lightning_gpu_tools.gpus.readings import GpuReading, weighted_mean
+from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.memory.readings import OutOfMemory, largest_first
 from lightning_gpu_tools.processes import INIT, process_stat
@@ -72,10 +71,7 @@ def with_gpus(found: OutOfMemory, run: Run, ranks: Ranks | None, watch: GpuWatch
     own_bytes = sum(one.memory_used_bytes or 0 for one in listed if one.pid == os.getpid())
     others = largest_first(one for one in listed if one.pid != os.getpid())
     found = replace(
-        found,
-        own_bytes=found.own_bytes or own_bytes or None,
-        others=others,
-        strays=ranks.ranks_elsewhere(own.uuid),
+        found, own_bytes=found.own_bytes or own_bytes or None, others=others, strays=ranks.ranks_elsewhere(own.uuid)
     )
     if watch is None:
         return found
@@ -87,11 +83,7 @@ def with_gpus(found: OutOfMemory, run: Run, ranks: Ranks | None, watch: GpuWatch
 
 
 def open_gpus(
-    run: Run,
-    job_pids: Callable[[], frozenset[int] | None],
-    *,
-    devices: Literal["trainer", "all"],
-    interval_s: float,
+    run: Run, job_pids: Callable[[], frozenset[int] | None], *, devices: Literal["trainer", "all"], interval_s: float
 ) -> tuple[GpuWatch | None, str | None]:
     """Start to sample the GPUs of this node, and return the sampler and a note on GPUs that are not measured."""
     gpus = trained_on = gpu_readings(run.gpus)
@@ -110,10 +102,3 @@ def open_gpus(
         return GpuWatch(gpus, job_pids, trained_on=trained_on, interval_s=interval_s, node=node), note
     except NvmlUnavailableError as error:
         return None, f"No GPU was measured. {error}"
-
-
-def mean_utilization(windows: Sequence[GpuWindow]) -> float | None:
-    """Return the mean utilization in percent, weighted by the observed times; ``None`` if nothing was observed."""
-    observed = [window for window in windows if window.utilization_percent_mean is not None]
-    percents = [window.utilization_percent_mean or 0.0 for window in observed]
-    return weighted_mean(percents, [window.utilization_observed_s for window in observed])

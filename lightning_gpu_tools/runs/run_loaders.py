@@ -35,12 +35,7 @@ class RunLoaders:
     """
 
     def __init__(
-        self,
-        run: Run,
-        clock: StepClock,
-        waits: Counter[int | None],
-        reader: SafeReader,
-        began_cpu_s: float | None,
+        self, run: Run, clock: StepClock, waits: Counter[int | None], reader: SafeReader, began_cpu_s: float | None
     ) -> None:
         self._run, self._clock = run, clock
         self.workers = self._watch()
@@ -119,8 +114,6 @@ class RunLoaders:
         if not loaders:
             return None, None, 1.0
         began, now = self._read_facts(loaders[min(self._run.slowest, len(loaders) - 1)])
-        if len(loaders) == 1:
-            return began, now, 1.0
         if self._slowest(waits) is not None:
             return began, now, waits[self._run.slowest] / waits.total()
         return began and replace(began, name=""), now and replace(now, name=""), 1.0  # it may be another one

@@ -14,25 +14,21 @@ import torch
 from lightning_gpu_tools.advice.batch_size import largest_batch
 from lightning_gpu_tools.background import SafeReader
 from lightning_gpu_tools.gpus.metrics import GpuWindow, Timeline, mean_window
+from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
 from lightning_gpu_tools.host import resident_memory_bytes
 from lightning_gpu_tools.loaders.settings import batch_bytes, first_tensor
 from lightning_gpu_tools.memory.history import MemoryHistory
 from lightning_gpu_tools.memory.readings import RankMemory
-from lightning_gpu_tools.runs.ranks import Ranks, own_step, own_waits
+from lightning_gpu_tools.runs.ranks import Ranks, own_facts
 from lightning_gpu_tools.runs.run import Run, Timer
-from lightning_gpu_tools.runs.run_gpus import gpu_readings, mean_utilization
+from lightning_gpu_tools.runs.run_gpus import gpu_readings
 from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.cores import CoreUse, CoreUsers, in_reach
 from lightning_gpu_tools.training.dataset import DatasetGrowth, path_of_data, storage_of
 from lightning_gpu_tools.training.line_sampler import LineSampler
-from lightning_gpu_tools.training.run_measurements import (
-    Quantity,
-    RunMeasurements,
-    SourceLine,
-    StepBlock,
-)
+from lightning_gpu_tools.training.run_measurements import Quantity, RunMeasurements, SourceLine, StepBlock
 from lightning_gpu_tools.training.source_lines import Compilations
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
 
@@ -52,24 +48,17 @@ class RunRecorder:
     """
 
     def __init__(
-        self,
-        run: Run,
-        timer: Timer,
-        watch: GpuWatch | None,
-        *,
-        name: str,
-        store: Any,
-        is_monitored: bool,
+        self, run: Run, timer: Timer, watch: GpuWatch | None, *, name: str, store: Any, is_monitored: bool
     ) -> None:
         self.run = run
         self.reader = SafeReader()
         self.watch = watch  # of the GPUs of this node, in one of its processes
+        self.own_gpu = None if run.gpu is None else gpu_readings([run.gpu])[0]
         self.largest_batch_size: int | None = None  # in samples, that fits on this rank's GPU
         self.batch_bytes: int | None = None  # of the first batch
         self._timer = timer
         self._clock = clock = timer.clock
         self._is_monitored = is_monitored
-        self._on_gpu = bool(run.gpus)
         self._storage = self._checkpoint_storage = ""
         self._readings: dict[Quantity, Timeline] = {}
         self._batch_items: deque[int | None] = deque(maxlen=_MAX_BATCHES)  # of completed steps
@@ -86,7 +75,7 @@ class RunRecorder:
         self.cores = CoreUse(users, self.reader, local_ranks=run.place.local_ranks)
         self.loaders = RunLoaders(run, clock, self.lines.waits, self.reader, self.cores.began.children_cpu_s)
         self.ranks = Ranks(name, run.place, store, self.reader)
-        self.ranks.exchange.publish(pid=os.getpid(), gpu=self._own_uuid)
+        self.ranks.exchange.publish(pid=os.getpid(), gpu=self.own_gpu and self.own_gpu.uuid)
         if self.memory is not None and watch is not None:
             self.memory.when_read = watch.note_memory
 
@@ -114,7 +103,7 @@ class RunRecorder:
     def unseen(self) -> list[str]:
         """The facts that could not be measured with this version of torch or Lightning, or not be read."""
         clock = self._clock
-        found = [*self._timer.unseen, *(f"{what} ({why})" for what, why in sorted(self.reader.unread.items()))]
+        found = [*self._timer.patches.missing, *(f"{what} ({why})" for what, why in sorted(self.reader.unread.items()))]
         if self.watch is not None and self.ranks.exchange.ranks < self.run.place.world_size:
             found.append("torch.distributed's store")
         found += clock.unseen
@@ -194,12 +183,8 @@ class RunRecorder:
         if self.run.place.world_size == 1:
             return
         watch = self.watch
-        own = own_step(self.run, self._timer, self._source_lines())
-        facts: dict[str, Any] = {
-            "own_step": None if own is None else asdict(own),
-            "waits": own_waits(self.run, self._timer),
-            "largest_batch_size": self.largest_batch_size,
-        }
+        facts = own_facts(self.run, self._timer, self._source_lines())
+        facts["largest_batch_size"] = self.largest_batch_size
         if self._is_monitored and watch is not None and self.run.place.rank != 0:
             metrics, facts["troubles"] = watch.take_metrics()
             facts["metrics"] = metrics if self.run.place.world_size <= _MAX_LOGGED_RANKS else {}
@@ -225,10 +210,9 @@ class RunRecorder:
     def _read_memory(self) -> RankMemory | None:
         """Return this rank's counts with its GPU, and with the driver's samples if this process has them."""
         memory = None if self.memory is None else self.memory.facts()
-        if memory is None or self.run.gpu is None:
+        if memory is None or self.own_gpu is None:
             return None
-        (gpu,) = gpu_readings([self.run.gpu])
-        memory = replace(memory, gpu=(self.run.place.node, gpu.index, str(gpu.uuid)))
+        memory = replace(memory, gpu=(self.run.place.node, self.own_gpu.index, str(self.own_gpu.uuid)))
         if self.watch is None:
             return memory
         own_pids = None if self.watch.own_pids is None else tuple(sorted(self.watch.own_pids))
@@ -236,21 +220,9 @@ class RunRecorder:
 
     # All of it
 
-    @property
-    def _own_uuid(self) -> str | None:
-        """UUID of this rank's GPU; ``None`` without one."""
-        return None if self.run.gpu is None else gpu_readings([self.run.gpu])[0].uuid
-
     def _windows(self, phase: Phase = "training") -> Sequence[GpuWindow]:
         """Return the whole run so far of each GPU of this node that trains."""
-        read = None if self.watch is None else partial(self.watch.trained_on, phase)
-        return () if read is None else self.reader.read("the GPU's metrics", read, [])
-
-    def _own_utilization(self, windows: Sequence[GpuWindow]) -> float | None:
-        """Return the mean utilization of this rank's GPU in percent; ``None`` if it is the only one, or unknown."""
-        if len(self.run.gpus) < 2:
-            return None
-        return mean_utilization([window for window in windows if window.uuid == self._own_uuid])
+        return () if self.watch is None else self.watch.trained_on(phase)
 
     def measurements(self) -> RunMeasurements:
         """Return everything measured so far, in the training thread."""
@@ -260,18 +232,14 @@ class RunRecorder:
         phase_s = clock.so_far()
         loading, settings = self.loaders.loading(), self.loaders.settings
         steady = sum(clock.blocks, StepBlock())
-        core_facts = partial(
-            self.cores.facts,
-            now,
-            steady,
-            0 if settings is None else settings.num_workers,
-            loading,
-            knows_core_wait=bool(clock.knows_core_wait),
-        )
-        cores = read("the use of the cores", core_facts, None)
-        batch_sizes = [self.largest_batch_size, *self.ranks.batch_sizes] if self._on_gpu else []
+        workers, knows_core_wait = 0 if settings is None else settings.num_workers, bool(clock.knows_core_wait)
+        core_facts = partial(self.cores.facts, now, steady, workers, loading)
+        cores = read("the use of the cores", partial(core_facts, knows_core_wait=knows_core_wait), None)
+        largest = (entry.get("largest_batch_size") for entry in self.ranks.exchange.entries())
         loader_began, loader_now, wait_share = self.loaders.followed()
         windows = self._windows()
+        own_uuid = self.own_gpu.uuid if self.own_gpu is not None and len(run.gpus) > 1 else None
+        gpu, own_gpu = mean_window(windows), mean_window([one for one in windows if one.uuid == own_uuid])
         return RunMeasurements(
             wall_s=sum(phase_s.values()),
             steps=max(1, clock.steps),
@@ -287,10 +255,10 @@ class RunRecorder:
             blocks=tuple(clock.blocks),
             step_times=clock.times.facts(),
             host=in_reach(now.budget, cores),
-            on_gpu=self._on_gpu,
-            utilization_percent=mean_utilization(windows),
-            own_utilization_percent=read("the GPU's utilization", partial(self._own_utilization, windows), None),
-            validation_utilization_percent=mean_utilization(self._windows("validation")),
+            on_gpu=bool(run.gpus),
+            utilization_percent=gpu.utilization_percent_mean,
+            own_utilization_percent=own_gpu.utilization_percent_mean,
+            validation_utilization_percent=mean_window(self._windows("validation")).utilization_percent_mean,
             loader=settings,
             loader_began=loader_began,
             loader_now=loader_now,
@@ -301,7 +269,7 @@ class RunRecorder:
             storage=self._storage,
             checkpoint_storage=self._checkpoint_storage,
             cores=cores,
-            gpu=mean_window(windows),
+            gpu=gpu,
             compute_capability=None
             if run.gpu is None
             else read("the GPU's properties", partial(torch.cuda.get_device_capability, run.gpu), None),
@@ -320,7 +288,7 @@ class RunRecorder:
             log_every_n_steps=run.log_every_n_steps,
             accumulate_grad_batches=run.accumulate_grad_batches,
             epoch_steps=read("the length of an epoch", lambda: run.epoch_steps, None),
-            largest_batch_size=min((size for size in batch_sizes if size is not None), default=None),
+            largest_batch_size=min(not_none([self.largest_batch_size, *largest]), default=None),
             has_trainer=run.has_trainer,
             stage=run.stage,
             settings=read("the Trainer's settings", lambda: run.settings, {}),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_gpu_tools import files
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import AT_END, Diagnosis
 from lightning_gpu_tools.environment import VERSION
@@ -18,14 +19,7 @@ from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import process_id
-from lightning_gpu_tools.reports.report import (
-    COMPLETED,
-    RUNNING,
-    WRITE_EVERY_S,
-    Report,
-    ReportFile,
-    warn_if_not_writable,
-)
+from lightning_gpu_tools.reports.report import COMPLETED, RUNNING, WRITE_EVERY_S, Report, ReportFile
 from lightning_gpu_tools.runs.publish import notify, publish, say
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.surroundings import claimed_bytes
@@ -48,22 +42,20 @@ def conclude(session: Session, measured: RunMeasurements | None = None) -> Diagn
     if session.has_finished or session.ending.out_of_memory is not None:
         measured = dataclasses.replace(measured, growth=session.recorder.history.growth())
     diagnosis = diagnose(
-        measured,
-        out_of_memory=session.ending.out_of_memory,
-        failure=session.ending.failure,
-        **session.thresholds,
+        measured, out_of_memory=session.ending.out_of_memory, failure=session.ending.failure, **session.thresholds
     )
     if session.has_finished:
         session.diagnosis = diagnosis
     return diagnosis
 
 
-def describe(session: Session, outcome: str, measured: RunMeasurements | None = None) -> Report:
+def describe(session: Session, measured: RunMeasurements | None = None) -> Report:
     """Return the report of a run: with measurements in any thread, without them in the training thread.
 
-    During the run, it lacks the timelines of GPUs, the memory of other ranks, and the overhead of measuring.
+    Until the session has finished, it lacks the timelines of GPUs, the memory of other ranks, and the overhead of
+    measuring.
     """
-    ended = outcome != RUNNING
+    ended = session.has_finished
     recorder = session.begin() if measured is None else session.recorder
     assert recorder is not None
     measured = measured or recorder.measurements()
@@ -99,7 +91,7 @@ def describe(session: Session, outcome: str, measured: RunMeasurements | None = 
         return seconds / steps * 1e6 if steps else None
 
     return Report(
-        outcome=outcome,
+        outcome=ending.outcome if ended else RUNNING,
         started_at=datetime.fromtimestamp(session.started_s, timezone.utc).isoformat(timespec="seconds"),
         steps=steps,
         wall_s=sum(phase_s.values()),
@@ -184,7 +176,14 @@ class RunReporter:
         self._is_fresh = False  # whether the measurement has not been written yet
         self._saved: Report | None = None
         if folder is not None and self._is_first:
-            warn_if_not_writable(folder)
+            try:
+                files.check_writable(folder)  # without creating it, because it may stay empty
+            except OSError as error:
+                where = f"not written to {folder!r}: {error.strerror or error}"
+                session.warn(
+                    f"The report of this run will be printed, but {where}. To get a file, choose another folder: "
+                    "Trainer(default_root_dir=...), its logger, or watch(folder=...)."
+                )
 
     def begin(self) -> None:
         """Begin, once training has begun."""
@@ -244,21 +243,21 @@ class RunReporter:
             self._session.begin().cores.read_ahead()  # the slowest part
             self._session.report_wanted = True
         self._is_fresh = False
-        self._saved = describe(self._session, RUNNING, self._measured)
+        self._saved = describe(self._session, self._measured)
         self._file.save(self._saved)
         return min(WRITE_EVERY_S, max(FIRST_WRITE_S, self._saved.wall_s))
 
-    def finish(self, outcome: str, timeout_s: float) -> Diagnosis | None:
+    def finish(self) -> Diagnosis | None:
         """Publish the report of a run that has ended, and return its diagnosis; ``None`` if it had not begun."""
         session, recorder, ending = self._session, self._session.recorder, self._session.ending
-        session.finish(timeout_s)
+        session.finish()
         diagnosis = conclude(session)
         self._saved = None
         if self._folder is None:
             return diagnosis
         if recorder is None or diagnosis is None:
-            if self._is_first and outcome != COMPLETED:
-                notify("error", self._folder, outcome=outcome)
+            if self._is_first and ending.outcome != COMPLETED:
+                notify("error", self._folder, outcome=ending.outcome)
         elif not self._is_first:
             if ending.out_of_memory is not None:  # rank 0 may wait for this rank forever
                 say(f"Why:  {printable(diagnosis.why, 1000)}\nNext: {printable(diagnosis.next_step, 1000)}")
@@ -267,7 +266,8 @@ class RunReporter:
             say(f"This run has no report, because this version of Lightning lacks {missing}.")
         else:
             # No file: another callback failed when training started.
-            publish(describe(session, outcome), self._file or ReportFile(self._folder), session.run)
+            file = self._file or ReportFile(self._folder)
+            publish(describe(session), file, session.run.loggers, session.run.logged_step - 1)
         return diagnosis
 
     def give_up(self) -> None:

@@ -14,6 +14,7 @@ from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.verdict import early_warnings
 from lightning_gpu_tools.background import BackgroundJobs
 from lightning_gpu_tools.gpus.watch import GpuWatch, Phase
+from lightning_gpu_tools.reports.report import COMPLETED
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.run import Run, Timer
 from lightning_gpu_tools.runs.run_gpus import open_gpus
@@ -22,7 +23,7 @@ from lightning_gpu_tools.runs.stall_watch import StallAfter, StallWatch
 from lightning_gpu_tools.runs.surroundings import shortcomings
 from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.rank_exchange import Board
+from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S, Board
 from lightning_gpu_tools.training.run_measurements import LoaderResult
 from lightning_gpu_tools.training.step_clock import Startup, StepClock
 
@@ -75,30 +76,17 @@ class Session:
 
     def close(self) -> None:
         """Stop all measuring. Measurements stay readable."""
-        if self.is_of_parent:
-            self.timer.stop()
-            return
-        if self.stall_watch is not None:
-            self.stall_watch.close()
-        for thread in self.threads:
-            thread.close()
-        self.timer.stop()
-        self.timer.worker_lines.close()
-        if self.timer.memory is not None:
-            self.timer.memory.close()
-        if self.gpus is not None:
-            self.gpus.close()
-        self.ending.close()
+        timer = self.timer
+        parts: list[Any] = [self.stall_watch, *self.threads, timer.worker_lines, timer.memory, self.gpus, self.ending]
+        timer.stop()
+        for part in parts:
+            if part is not None and not self.is_of_parent:
+                part.close()
 
     # Opening
 
     def monitor(
-        self,
-        *,
-        devices: Literal["trainer", "all"],
-        interval_s: float,
-        stall_after_s: StallAfter,
-        folder: str | None,
+        self, *, devices: Literal["trainer", "all"], interval_s: float, stall_after_s: StallAfter, folder: str | None
     ) -> None:
         """Enable logging, stall watch and report; call this before training begins.
 
@@ -245,12 +233,12 @@ class Session:
 
     # Finishing
 
-    def note_error(self, error: BaseException, step: int) -> str:
-        """Return the outcome of a run that ended with an error; the first call records the explanation."""
-        return self.ending.note_error(error, step, self.begin)
+    def note_error(self, error: BaseException, step: int) -> None:
+        """Record the error that ends the run, and explain it."""
+        self.ending.note_error(error, step, self.begin)
 
-    def finish(self, timeout_s: float) -> None:
-        """Stop the clock, publish one last time, and on rank 0 wait at most ``timeout_s`` for the other ranks."""
+    def finish(self) -> None:
+        """Stop the clock, publish one last time, and on rank 0 wait for the other ranks, but not after an error."""
         if self.has_finished:
             return
         if self.stall_watch is not None:
@@ -260,7 +248,7 @@ class Session:
         self.warn(*self._faults)
         self.timer.stop()
         if self.recorder is not None and self.clock.ran:
-            self.warn(*self.recorder.finish(timeout_s))
+            self.warn(*self.recorder.finish(TIMEOUT_S if self.ending.outcome == COMPLETED else 0.0))
             self._log_metrics(*self.recorder.ranks.take_metrics(), self.run.logged_step - 1)
 
     @property

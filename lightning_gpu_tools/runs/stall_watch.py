@@ -4,7 +4,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta, timezone
@@ -13,43 +13,17 @@ from typing import Any, Literal
 
 import msgspec
 
+from lightning_gpu_tools.advice import stalls
 from lightning_gpu_tools.advice.diagnosis import explain_stall
-from lightning_gpu_tools.advice.stalls import (
-    Patience,
-    Stall,
-    collective_of,
-    describe_rank,
-    headline,
-    in_function,
-    is_excused,
-    limit_s,
-)
 from lightning_gpu_tools.background import BackgroundJobs
 from lightning_gpu_tools.errors import StalledTrainingWarning
 from lightning_gpu_tools.reports.report import FILE_NAME
 from lightning_gpu_tools.runs.publish import notify
 from lightning_gpu_tools.runs.run import Timer
-from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training import compat, stacks
 from lightning_gpu_tools.training.phases import CHECKPOINT, base_phase
 from lightning_gpu_tools.training.rank_exchange import Board, RankPlace
-from lightning_gpu_tools.training.stacks import (
-    activity,
-    called_collectives,
-    cpu_seconds,
-    frames_of,
-    io_counters,
-    memory_stall_percent,
-    stack_in_fit,
-)
-from lightning_gpu_tools.training.stall_facts import (
-    SETUP,
-    TEARDOWN,
-    Frame,
-    GroupCalls,
-    ProcessFacts,
-    RankFacts,
-    StallFacts,
-)
+from lightning_gpu_tools.training.stall_facts import SETUP, TEARDOWN, GroupCalls, ProcessFacts, RankFacts, StallFacts
 from lightning_gpu_tools.units import printable
 
 StallAfter = float | Literal["auto"] | None
@@ -89,15 +63,15 @@ class StallWatch:
         folder: str | None,
     ) -> None:
         """Start the watch. ``folder`` is that of the report, if there will be one."""
-        self.stalls: tuple[Stall, ...] = ()
+        self.stalls: tuple[stalls.Stall, ...] = ()
         self.beats = 0  # validation batches begun, which the clock does not count
         self.ended: str | None = None  # the outcome, at the end
         self._timer, self._clock = timer, timer.clock
         self._place, self._board = place, board
         self._write_report, self._folder = write_report, folder
         self._thread, self._native_thread = threading.get_ident(), threading.get_native_id()
-        self._interval_s = min(_MAX_INTERVAL_S, limit_s(stall_after_s, 0.0, is_rare=False) / _POLLS)
-        self._patience = Patience(stall_after_s, self._interval_s)
+        self._interval_s = min(_MAX_INTERVAL_S, stalls.limit_s(stall_after_s, 0.0, is_rare=False) / _POLLS)
+        self._patience = stalls.Patience(stall_after_s, self._interval_s)
         self._received: dict[int, tuple[int, float]] = {}  # by rank: its last turn, and when it arrived
         self._facts: StallFacts | None = None  # of this process, once it has stalled
         self._groups: tuple[GroupCalls, ...] = ()
@@ -141,7 +115,7 @@ class StallWatch:
     def _mark(self) -> tuple[int, ...]:
         """Return values that change with any progress."""
         if base_phase(self._phase) == CHECKPOINT:
-            written = io_counters("self").get("wchar", 0)  # bytes passed to the kernel for writing
+            written = stacks.io_counters("self").get("wchar", 0)  # bytes passed to the kernel for writing
             if written - self._written >= _WRITING_BYTES:
                 self._written = written
         clock = self._clock
@@ -149,13 +123,12 @@ class StallWatch:
 
     def _judge(self) -> None:
         if self._facts is None:
-            mark, frames = self._mark(), frames_of(self._thread)
-            stack = stack_in_fit(frames)
-            if is_excused(stack) or self._timer.is_trial:
+            mark, frames = self._mark(), stacks.frames_of(self._thread)
+            if stalls.is_excused(stacks.stack_in_fit(frames)) or self._timer.is_trial:
                 self._patience.excuse()
                 return
-            facts = self._read_facts(stack, frames)
-            groups = called_collectives() if self._place.world_size > 1 else ()
+            facts = self._read_facts(frames)
+            groups = stacks.called_collectives() if self._place.world_size > 1 else ()
             if mark != self._mark():  # training has continued
                 return
             self._facts, self._groups = facts, groups
@@ -163,25 +136,26 @@ class StallWatch:
         if ranks is not None and all(rank.has_stalled or rank.ended is not None or rank.silent_s for rank in ranks):
             self._report(replace(self._facts, ranks=ranks))
 
-    def _read_facts(self, stack: tuple[Frame, ...], frames: Sequence[FrameType]) -> StallFacts:
+    def _read_facts(self, frames: list[FrameType]) -> StallFacts:
         """Sample the activity of this process and its workers."""
         iterator = compat.iterator_waited_for(frames)
         pids, awaited = compat.worker_pids(iterator)[:_MAX_WORKERS], compat.awaited_worker(iterator) or 0
         own = f"{os.getpid()}/task/{self._native_thread}"
-        before_s = {place: cpu_seconds(place) for place in (own, *map(str, pids))}
+        before_s = {place: stacks.cpu_seconds(place) for place in (own, *map(str, pids))}
         time.sleep(_SAMPLE_S)
-        process, *workers = [
-            ProcessFacts(int(place.partition("/")[0]), *activity(place), (cpu_seconds(place) - cpu_s) / _SAMPLE_S)
-            for place, cpu_s in before_s.items()
-        ]
+        sampled = []
+        for place, cpu_s in before_s.items():
+            share = (stacks.cpu_seconds(place) - cpu_s) / _SAMPLE_S
+            sampled.append(ProcessFacts(int(place.partition("/")[0]), *stacks.activity(place), share))
+        process, *workers = sampled
         if awaited < len(workers):
             workers[awaited] = workers[awaited]._replace(stack=self._timer.worker_lines.stacks.ask(pids[awaited]))
         return StallFacts(
             phase=self._phase,
-            process=process._replace(stack=stack),
+            process=process._replace(stack=stacks.stack_in_fit(frames)),
             workers=workers,
             awaited_worker=min(awaited, max(0, len(workers) - 1)),
-            memory_stall_percent=memory_stall_percent(),
+            memory_stall_percent=stacks.memory_stall_percent(),
         )
 
     # The ranks
@@ -208,8 +182,8 @@ class StallWatch:
         return replace(
             rank,
             has_stalled=True,
-            waits_in=collective_of(stack, facts.phase, self._groups) if place.world_size > 1 else None,
-            line=in_function([frame for frame in stack if not frame.is_library]),
+            waits_in=stalls.collective_of(stack, facts.phase, self._groups) if place.world_size > 1 else None,
+            line=stalls.in_function([frame for frame in stack if not frame.is_library]),
             groups=self._groups,
             why=found.why,
             next_step=found.advice,
@@ -251,20 +225,20 @@ class StallWatch:
         rank = next((rank for rank in facts.ranks if rank.rank == waited_for and rank.stack), self._own_rank())
         whose = "" if waited_for is None else f" of rank {rank.rank}"
         lines = [
-            headline(facts.phase, lasted_s, step),
+            stalls.headline(facts.phase, lasted_s, step),
             f"{found.why} {found.advice}",
             f"Stack of the training thread{whose}, innermost call last:",
             *(f"  {printable(call, 200)}" for call in rank.stack),
         ]
         began = datetime.now(timezone.utc) - timedelta(seconds=lasted_s)
-        stall = Stall(
+        stall = stalls.Stall(
             began_at=began.isoformat(timespec="seconds"),
             lasted_s=lasted_s,
             is_over=False,
             step=step,
             phase=facts.phase,
             stack=tuple(rank.stack),
-            ranks=tuple(map(describe_rank, facts.ranks[:_MAX_RANKS])) if len(facts.ranks) > 1 else (),
+            ranks=tuple(map(stalls.describe_rank, facts.ranks[:_MAX_RANKS])) if len(facts.ranks) > 1 else (),
             cause=found.cause,
             why=found.why,
             next_step=found.advice,
@@ -277,8 +251,7 @@ class StallWatch:
             warnings.warn_explicit("\n".join(lines), StalledTrainingWarning, "lightning_gpu_tools", 1)
         if self._place.rank == 0 and self._folder is not None:
             report = os.path.join(self._folder, FILE_NAME) if self._clock.ran else ""
-            texts = {"outcome": lines[0], "why": found.why, "next_step": found.advice}
-            notify("stall", self._folder, report=report, **texts)
+            notify("stall", self._folder, outcome=lines[0], why=found.why, next_step=found.advice, report=report)
 
     def _change_stall(self, **changes: Any) -> None:
         self.stalls = (*self.stalls[:-1], replace(self.stalls[-1], **changes))

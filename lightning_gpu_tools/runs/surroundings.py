@@ -18,9 +18,6 @@ from lightning_gpu_tools.runs.run_gpus import gpu_readings
 from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
-# A new checkpoint is complete before the old one is removed, so both exist at the same time.
-_CHECKPOINTS = 2
-
 
 def shortcomings(run: Run) -> list[str]:
     """Return a message for each shortage, with what to do; for rank 0, after the first step."""
@@ -46,7 +43,8 @@ def _of_checkpoints(run: Run) -> Iterator[str]:
     size = sum(weight.nbytes for weight in weights) + copies_per_weight(run.optimizers) * trained
     path = Path(folder).absolute()
     place = next(parent for parent in (path, *path.parents) if parent.exists())
-    free, needed = shutil.disk_usage(place).free, _CHECKPOINTS * size
+    # A new checkpoint is complete before the old one is removed, so both exist at the same time.
+    free, needed = shutil.disk_usage(place).free, 2 * size
     if free < needed:
         yield (
             f"The disk of {printable_path(folder)} has {format_bytes(free)} left, but two checkpoints need "

@@ -42,7 +42,7 @@ _Context = AbstractContextManager[Any]
 class FitTimer(Timer):
     """A timer that drives the step clock of a fit, from ``Callback.setup`` to its end.
 
-    Methods that Lightning has under another name stay part of the surrounding phase and are listed in ``unseen``.
+    Methods that Lightning has under another name stay part of the surrounding phase; ``patches.missing`` lists them.
     ``ending`` gets the batches of some steps, and of one that fails. ``enter`` is called with the phase when validation
     begins and when training resumes.
     """

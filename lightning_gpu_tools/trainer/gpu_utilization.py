@@ -12,12 +12,11 @@ from typing_extensions import override
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored
-from lightning_gpu_tools.reports.report import COMPLETED, FOLDER_NAME
+from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.runs.run_report import RunReporter, check_thresholds, conclude
 from lightning_gpu_tools.runs.stall_watch import check_stall_after
 from lightning_gpu_tools.trainer.families import GuardedCallback, LightningModule, Trainer, overrides
 from lightning_gpu_tools.trainer.fit_session import FitSession
-from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
 from lightning_gpu_tools.training.run_measurements import Stage
 from lightning_gpu_tools.units import check_seconds, checked
 
@@ -183,19 +182,19 @@ class GPUUtilizationMonitor(GuardedCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._session is not None and not self._session.is_of_parent:
             with deaths_ignored():
-                outcome = self._session.note_error(exception, self._session.run.optimizer_steps)
-                self._end(outcome, timeout_s=0.0)
+                self._session.note_error(exception, self._session.run.optimizer_steps)
+                self._end()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._end(COMPLETED, timeout_s=TIMEOUT_S)
+        self._end()
 
-    def _end(self, outcome: str, timeout_s: float) -> None:
+    def _end(self) -> None:
         if self._session is not None and self._session.is_of_parent:
             self._session = self._reporter = None
             return
         if self._reporter is not None:
-            diagnosis = self._reporter.finish(outcome, timeout_s)
+            diagnosis = self._reporter.finish()
             if self._advisor is not None:
                 self._advisor._diagnosis = diagnosis or self._advisor._diagnosis
         self._give_up()

@@ -14,7 +14,6 @@ from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTIL
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored, is_of_dead_worker
 from lightning_gpu_tools.memory.readings import out_of_memory
-from lightning_gpu_tools.reports.report import COMPLETED
 from lightning_gpu_tools.runs.run_report import RunReporter, check_thresholds, conclude
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.stall_watch import StallAfter, check_stall_after
@@ -22,7 +21,6 @@ from lightning_gpu_tools.trainer.facts import FabricRun, LoopRun
 from lightning_gpu_tools.trainer.families import warn_that_off
 from lightning_gpu_tools.trainer.loop_timer import Loop, LoopTimer
 from lightning_gpu_tools.training.phases import MONITORING
-from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
 from lightning_gpu_tools.units import check_seconds, checked, printable
 
 _T = TypeVar("_T")
@@ -150,12 +148,11 @@ class TrainingWatch:
         self._session.timer.open(loop)
 
     def _finish(self, session: _LoopSession, error: BaseException | None) -> None:
-        outcome = COMPLETED
         if error is None:
             session.timer.end_step()
         else:
-            outcome = session.note_error(error, session.run.logged_step)
-        self._diagnosis = session.reporter.finish(outcome, TIMEOUT_S if error is None else 0.0)
+            session.note_error(error, session.run.logged_step)
+        self._diagnosis = session.reporter.finish()
 
     def _close(self) -> None:
         session, self._session, self._is_on = self._session, None, False

@@ -42,7 +42,7 @@ def test_every_second_is_booked_where_it_was_spent(
         profiler=profiler and profiler(),
     )
     clock = watch.clock
-    assert watch.timer.unseen == []
+    assert watch.timer.patches.missing == []
     assert clock.steps == 10
     assert clock.seconds == {
         "epoch_start": 3.0,  # the first batch of an epoch: the workers come up
