@@ -18,6 +18,7 @@ from trainings import Boom, Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.errors import ReportError
+from lightning_gpu_tools.types import Report
 
 processes = multiprocessing.get_context("forkserver")
 # Not this module itself: until Python 3.13 the server does not look where this process does for modules.
@@ -84,16 +85,20 @@ def _run(
     function(folder, rank, **options)
 
 
-class FailOnceCompared(Callback):
-    """Fails as soon as the report that rank 0 has written so far compares the ranks."""
+class OnceReported(Callback):
+    """Acts as soon as the report that rank 0 has written so far says something."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, says: Callable[[Report], Any], act: Callable[[], Any]) -> None:
+        self.folder, self.says, self.act = folder, says, act
 
     def on_train_batch_end(self, *args: Any) -> None:
         with suppress(ReportError):  # it has not been written yet
-            if load_report(self.folder).ranks:
-                raise Boom
+            if self.says(load_report(self.folder)):
+                self.act()
+
+
+def fail() -> None:
+    raise Boom
 
 
 def train_on_two_nodes(folder: Path, rank: int, *, slower_s: float, fails: bool) -> None:
@@ -106,7 +111,7 @@ def train_on_two_nodes(folder: Path, rank: int, *, slower_s: float, fails: bool)
         callbacks=[
             GPUUtilizationMonitor(interval_s=0.02, devices="all"),
             GPUUtilizationAdvisor(min_seconds=1e9 if rank else 0.1, min_steps=20),  # rank 0 alone decides when to warn
-            *([FailOnceCompared(folder)] if fails and rank == 1 else ()),
+            *([OnceReported(folder, lambda report: report.ranks, fail)] if fails and rank == 1 else ()),
         ],
         logger=CSVLogger(folder, version=0),
         devices=1,

@@ -60,6 +60,19 @@ class Samples(Dataset[torch.Tensor]):
         return torch.full((4,), float(index))
 
 
+class ActingSamples(Samples):
+    """Samples of which one does something before it is loaded."""
+
+    def __init__(self, count: int, at: int, act: Callable[[], Any]) -> None:
+        super().__init__(count)
+        self.at, self.act = at, act
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.at:
+            self.act()
+        return super().__getitem__(index)
+
+
 class Stream(IterableDataset[torch.Tensor]):
     """Samples without a length."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import Model, Samples, loader, quiet_trainer
+from trainings import ActingSamples, Model, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.advice.workers import failure_of_dataset, failure_of_workers, how_it_ended
@@ -25,26 +25,13 @@ HAS_NOTES = sys.version_info >= (3, 11)
 OF_DEAD_WORKER = (RuntimeError, ConnectionResetError, EOFError, FileNotFoundError)
 
 
-class Failing(Samples):
-    """Samples of which one does something else."""
-
-    def __init__(self, act: Callable[[], Any] = lambda: None) -> None:
-        super().__init__(40)
-        self.act = act
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == AT:
-            self.act()
-        return super().__getitem__(index)
-
-
 def fail() -> None:
     raise ValueError("no such sample")
 
 
 def fit(folder: Path, act: Callable[[], Any], model: Model | None = None, **options: Any) -> None:
     trainer = quiet_trainer(folder, callbacks=[GPUUtilizationMonitor()])
-    trainer.fit(model or Model(), loader(Failing(act), **options))
+    trainer.fit(model or Model(), loader(ActingSamples(40, AT, act), **options))
 
 
 def test_the_end_of_a_worker_is_told_with_what_to_do(tmp_path: Path) -> None:
@@ -86,16 +73,6 @@ def test_the_hosts_allocator_is_told_with_the_size_of_the_request(tmp_path: Path
     report = load_report(tmp_path)
     assert report.outcome == "out of memory in forward at step 0"
     assert "asked for 4096 TiB" in report.diagnosis.why
-
-
-def test_an_error_of_the_dataset_in_a_worker_has_its_index(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such sample"):
-        fit(tmp_path, fail, batch_size=2, num_workers=2)
-    if HAS_NOTES:
-        words = f"The dataset raised ValueError at index {AT} in worker 0. Load this sample alone: dataset[{AT}]."
-    else:
-        words = "The dataset raised ValueError in worker 0. The error includes its traceback."
-    assert load_report(tmp_path).failure == words
 
 
 def test_errors_of_other_kinds_are_left_alone(tmp_path: Path) -> None:
@@ -157,12 +134,18 @@ def test_a_dataset_that_cannot_be_pickled_trains_with_the_advised_context(tmp_pa
 
 
 @pytest.mark.follows("Load this sample alone: dataset[{}].")
-def test_the_sample_that_is_named_fails_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("workers", "whose"), [(0, "failed"), (2, "raised ValueError")])
+def test_the_sample_that_is_named_fails_alone(tmp_path: Path, workers: int, whose: str) -> None:
     with pytest.raises(ValueError, match="no such sample"):
-        fit(tmp_path, fail)
-    (code,) = re.findall(r"dataset\[\d+\]", load_report(tmp_path).failure)
+        fit(tmp_path, fail, batch_size=2, num_workers=workers)
+    failure = load_report(tmp_path).failure
+    if workers and not HAS_NOTES:
+        assert failure == "The dataset raised ValueError in worker 0. The error includes its traceback."
+        return
+    assert failure.startswith(f"The dataset {whose} at index {AT}{' in worker 0' * (workers > 0)}. Load ")
+    (code,) = re.findall(r"dataset\[\d+\]", failure)
     with pytest.raises(ValueError, match="no such sample"):
-        eval(code, {"dataset": Failing(fail)})
+        eval(code, {"dataset": ActingSamples(40, AT, fail)})
 
 
 # In a mount namespace of its own, as a container has: /dev/shm of another size.

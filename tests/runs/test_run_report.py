@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from trainings import Model, Samples, background_threads, loader, logged, quiet_trainer
 
@@ -115,16 +115,14 @@ def test_a_fault_in_the_thread_is_warned_about_once(tmp_path: Path, monkeypatch:
         failed.set()
         raise PermissionError(13, "Permission denied")
 
-    class WaitsForTheFault(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            if trainer.global_step == 30:
-                assert failed.wait(20)
+    def wait(trainer: Trainer, *args: Any) -> None:
+        assert trainer.global_step != 30 or failed.wait(20)
 
     monkeypatch.setattr(ReportFile, "save", fail)
     monkeypatch.setattr(run_report, "FIRST_WRITE_S", 0.0)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        train(tmp_path, WaitsForTheFault(), steps=120)
+        train(tmp_path, LambdaCallback(on_train_batch_end=wait), steps=120)
     message = "Writing the report while training runs failed: PermissionError: [Errno 13] Permission denied."
     assert [str(one.message) for one in warned].count(message) == 1
     assert load_report(tmp_path).outcome == "completed"
@@ -150,34 +148,27 @@ def test_without_a_logger_the_report_has_a_folder_of_its_own(
     assert load_report("gpu_report/gpu_report.previous.json").settings["model"] == "Model"
 
 
-class WaitsForTheReport(Callback):
-    """Waits in the last step until the report has been written meanwhile."""
-
-    def __init__(self, bucket: Any) -> None:
-        self.bucket = bucket
-        self.seen: list[str] = []
-
-    def on_train_end(self, *args: Any) -> None:
-        deadline_s = time.monotonic() + 60
-        while not self.seen and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-            self.seen = [path for path in self.bucket.find("/") if path.endswith("gpu_report.json")]
-        self.outcome = load_report("memory://bucket").outcome
-
-
 def test_a_report_is_written_to_a_url(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     memory_files: type[Any],
 ) -> None:
-    bucket = memory_files()
+    bucket, outcomes = memory_files(), []
+
+    def wait(*args: Any) -> None:
+        """Wait in the last step until the report has been written meanwhile."""
+        deadline_s = time.monotonic() + 60
+        while not any(path.endswith("gpu_report.json") for path in bucket.find("/")):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        outcomes.append(load_report("memory://bucket").outcome)
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_report, "FIRST_WRITE_S", 0.05)
     folder = "memory://bucket/run/gpu_report"
-    waits = WaitsForTheReport(bucket)
-    train("memory://bucket/run", waits, steps=80, enable_checkpointing=True)
-    assert waits.outcome.startswith("running: step ")
+    train("memory://bucket/run", LambdaCallback(on_train_end=wait), steps=80, enable_checkpointing=True)
+    assert outcomes[0].startswith("running: step ")
     assert load_report(folder).outcome == "completed"
     assert f"Report: {folder}/gpu_report.json\n" in capsys.readouterr().out
     assert os.listdir(tmp_path) == []

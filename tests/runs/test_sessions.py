@@ -1,13 +1,10 @@
 """Nothing of this package's measuring is left after a run of a Trainer, however the run ends."""
 
-import faulthandler
 import gc
 import importlib
 import os
 import signal
 import sys
-import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from harness import quiet_options
-from trainings import Boom, Samples, background_threads, loader
+from process_changes import changed, snapshot
+from trainings import ActingSamples, Boom, Samples, background_threads, loader
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report, watch
 from lightning_gpu_tools.patches import _StandIn
@@ -40,19 +38,6 @@ def fail(*args: Any, **kwargs: Any) -> None:
 
 def interrupt() -> None:
     raise KeyboardInterrupt
-
-
-class Acting(Samples):
-    """Samples of which one does something before it is loaded."""
-
-    def __init__(self, act: Act = nothing) -> None:
-        super().__init__(6)
-        self.act = act
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == FAILS_AT:
-            self.act()
-        return super().__getitem__(index)
 
 
 class Runs:
@@ -84,7 +69,7 @@ class Runs:
                 return torch.optim.SGD(self.parameters(), lr=self.lr)
 
             def train_dataloader(self) -> Any:
-                return loader(Acting(), batch_size=self.batch_size)
+                return loader(Samples(6), batch_size=self.batch_size)
 
             def val_dataloader(self) -> Any:
                 return loader(Samples(1))
@@ -93,14 +78,7 @@ class Runs:
 
     def acting(self, **hooks: Act) -> Any:
         """Return a callback with these hooks."""
-
-        class Callback(self.pl.Callback):  # type: ignore[misc, name-defined]
-            state_key = str(sorted(hooks))
-
-        callback = Callback()
-        for name, hook in hooks.items():
-            setattr(callback, name, hook)
-        return callback
+        return self.pl.callbacks.LambdaCallback(**hooks)
 
     def trainer(self, *before: Any, after: Any = ()) -> Any:
         """Return a Trainer with callbacks before and after those of this package."""
@@ -113,7 +91,7 @@ class Runs:
 
 def lr_find_fails(runs: Runs) -> None:
     tuner = runs.tuner.Tuner(runs.trainer())
-    tuner.lr_find(runs.model(), loader(Acting(fail)), early_stop_threshold=None, num_training=5)
+    tuner.lr_find(runs.model(), loader(ActingSamples(6, FAILS_AT, fail)), early_stop_threshold=None, num_training=5)
 
 
 def begins_another_trainer(runs: Runs) -> None:
@@ -141,29 +119,6 @@ ENDINGS: dict[str, tuple[Callable[[Runs], None], type[BaseException] | None]] = 
 }
 
 
-def global_state(threads_before: list[threading.Thread]) -> dict[str, Any]:
-    """Return what a training may have changed in this process."""
-    calls = [importlib.import_module(f"{package}.trainer.call") for package in PACKAGES]
-    names = ("_interrupt", "_call_teardown_hook", "_call_and_handle_interrupt")
-    new = (one for one in threading.enumerate() if one not in threads_before)  # earlier ones may end meanwhile
-    return {
-        "threads": sorted(one.name for one in new if type(one).__name__ != "TMonitor"),  # of tqdm
-        "calls": [getattr(module, name) for module in calls for name in names],
-        "fetch": torch.utils.data._utils.fetch._MapDatasetFetcher.fetch,
-        "backward": torch.autograd.backward,
-        "signals": {number: _name(signal.getsignal(number)) for number in signal.valid_signals()},
-        "hooks": [sys.excepthook, sys.unraisablehook, threading.excepthook, sys.gettrace(), sys.getprofile()],
-        "meta_path": list(sys.meta_path),
-        "gc": [*gc.callbacks, gc.isenabled()],
-        "warnings": [*warnings.filters, warnings.showwarning],
-        "timer": [faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later],
-    }
-
-
-def _name(handler: Any) -> str:
-    return getattr(handler, "__qualname__", None) or str(getattr(handler, "name", type(handler).__name__))
-
-
 def stand_ins() -> list[str]:
     """Return the methods of any object that still have a stand-in."""
     # Not isinstance, which asks weak proxies for the class of what they stand for.
@@ -171,16 +126,15 @@ def stand_ins() -> list[str]:
     return [f"{type(one.owner).__name__}.{one.name}" for one in found if vars(one.owner).get(one.name) is one]
 
 
-def run(act: Callable[[Runs], None], runs: Runs) -> tuple[type[BaseException] | None, dict[str, Any]]:
-    """Return how a run ends and what it leaves; Lightning itself ignores Ctrl-C after it."""
-    before, threads_before = signal.getsignal(signal.SIGINT), threading.enumerate()
-    error = None
+def run(act: Callable[[Runs], None], runs: Runs) -> tuple[type[BaseException] | None, set[str]]:
+    """Return how a run ends, and what differs in this process after it; Lightning itself ignores Ctrl-C then."""
+    handler, before, error = signal.getsignal(signal.SIGINT), snapshot({}), None
     try:
         act(runs)
     except BaseException as raised:  # noqa: BLE001 - also SystemExit
         error = type(raised)
-    left = global_state(threads_before)
-    signal.signal(signal.SIGINT, before)
+    left = changed(before, snapshot({}))
+    signal.signal(signal.SIGINT, handler)
     return error, left
 
 
@@ -191,11 +145,10 @@ def run(act: Callable[[Runs], None], runs: Runs) -> tuple[type[BaseException] | 
 def test_nothing_is_left_however_a_run_ends(tmp_path: Path, package: str, ending: str) -> None:
     act, error = ENDINGS[ending]
     before = stand_ins()  # of trainers that earlier tests keep
-    alone = run(act, Runs(package, tmp_path / "alone", is_measured=False))
-    measured = run(act, Runs(package, tmp_path / "measured", is_measured=True))
-    assert alone[0] is error
-    assert measured == alone
-    assert background_threads() == []
+    error_alone, left_alone = run(act, Runs(package, tmp_path / "alone", is_measured=False))
+    error_measured, left = run(act, Runs(package, tmp_path / "measured", is_measured=True))
+    assert (error_alone, error_measured) == (error, error)
+    assert left <= left_alone
     assert not Counter(stand_ins()) - Counter(before)
 
 

@@ -3,31 +3,15 @@
 import re
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import stall_cases
 from lightning.pytorch import Trainer
 from rank_processes import start_ranks
-from stall_cases import (
-    AT,
-    STALLS,
-    Acting,
-    Case,
-    blocked_worker,
-    deadlocked_workers,
-    evaluation,
-    fit,
-    log_on_ranks,
-    save_on_ranks,
-    swallowed_error,
-    uneven_batches,
-)
+from stall_cases import AT, HAS_RECORD, STALLS, Acting, Case, evaluation, fit
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
 from lightning_gpu_tools.advice.stalls import Stall
@@ -93,36 +77,20 @@ def test_what_hangs_is_named_while_it_hangs(name: str, said: dict[str, tuple[Sta
     assert name != "a rank that waits for data" or " in hang" in " ".join(stall.stack)  # of that rank
 
 
-# By what is advised: the case, its training once that is done, and the error with which it then ends, if with one.
-FOLLOWED: dict[str, tuple[str, Callable[..., None], str]] = {
-    "DataLoader(timeout=": ("a dataset that blocks in one worker", partial(blocked_worker, timeout=1), "timed out"),
+# By what is advised: the case, how its training follows that, and the error with which it then ends, if with one.
+FOLLOWED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "DataLoader(timeout=": ("a dataset that blocks in one worker", {"timeout": 1}, "timed out"),
     'multiprocessing_context="spawn"': (
         "workers dead-locked after fork",
-        partial(deadlocked_workers, multiprocessing_context="spawn", num_workers=1),  # each imports Lightning
+        {"multiprocessing_context": "spawn", "num_workers": 1},  # each imports Lightning
         "",
     ),
-    '"forkserver"': (
-        "workers dead-locked after fork",
-        partial(deadlocked_workers, multiprocessing_context="forkserver", num_workers=1),
-        "",
-    ),
-    "Let the error end the process": (
-        "an error swallowed on one rank",
-        partial(swallowed_error, swallow=False),
-        "corrupt sample",
-    ),
-    "DistributedSampler(dataset, drop_last=True)": (
-        "uneven numbers of batches",
-        partial(uneven_batches, is_distributed=True),
-        "",
-    ),
-    "Trainer(limit_train_batches=": (
-        "uneven numbers of batches",
-        partial(uneven_batches, limit_train_batches=AT),
-        "",
-    ),
-    "no self.log(..., sync_dist=True)": ("sync_dist on one rank", partial(log_on_ranks, ranks=(0, 1)), ""),
-    "trainer.save_checkpoint() or barrier": ("a checkpoint on one rank", partial(save_on_ranks, ranks=(0, 1)), ""),
+    '"forkserver"': ("workers dead-locked after fork", {"multiprocessing_context": "forkserver", "num_workers": 1}, ""),
+    "Let the error end the process": ("an error swallowed on one rank", {"swallow": False}, "corrupt sample"),
+    "DistributedSampler(dataset, drop_last=True)": ("uneven numbers of batches", {"is_distributed": True}, ""),
+    "Trainer(limit_train_batches=": ("uneven numbers of batches", {"limit_train_batches": AT}, ""),
+    "no self.log(..., sync_dist=True)": ("sync_dist on one rank", {"ranks": (0, 1)}, ""),
+    "trainer.save_checkpoint() or barrier": ("a checkpoint on one rank", {"ranks": (0, 1)}, ""),
 }
 
 
@@ -130,10 +98,10 @@ FOLLOWED: dict[str, tuple[str, Callable[..., None], str]] = {
 def followed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int | None, str]]]:
     """How each rank of each training ended that follows the advice, and its messages; all ran at the same time."""
     started = {}
-    for words, (name, train, _) in FOLLOWED.items():
-        folder = tmp_path_factory.mktemp("followed")
-        options = {"stall_after_s": None}
-        started[words] = folder, start_ranks(folder, train, ranks=STALLS[name].ranks, options=options)
+    for words, (name, options, _) in FOLLOWED.items():
+        folder, case = tmp_path_factory.mktemp("followed"), STALLS[name]
+        options = {"stall_after_s": None, **options}
+        started[words] = folder, start_ranks(folder, case.train, ranks=case.ranks, options=options)
     ended = {}
     for words, (folder, processes) in started.items():
         for process in processes:
@@ -161,7 +129,7 @@ def test_a_training_that_follows_the_advice_ends(
     assert any(error in text for text in texts) if error else not any(codes), texts
 
 
-@pytest.mark.skipif(not stall_cases.HAS_RECORD, reason="this torch keeps no record of gloo's calls")
+@pytest.mark.skipif(not HAS_RECORD, reason="this torch keeps no record of gloo's calls")
 def test_the_collective_is_named_that_a_rank_has_not_called(said: dict[str, tuple[Stall, Path]]) -> None:
     stall, _ = said["a rank that waits for data"]
     called = r" Collective no\. \d+: rank 0 called all_reduce of 5 float32 numbers; rank 1 did not call it\.$"
