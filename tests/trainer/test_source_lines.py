@@ -9,10 +9,9 @@ from typing import Any
 
 import decoding
 import pytest
-import torch
 from decoding import Decoded
 from lightning.pytorch import Callback, Trainer
-from trainings import Boom, Model, loader, quiet_trainer
+from trainings import Model, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
@@ -72,15 +71,3 @@ def test_the_loaders_line_is_named_everywhere(tmp_path: Path) -> None:
     (path,) = tmp_path.rglob("gpu_report.json")
     assert json.loads(path.read_text())["lines"][0]["function"] == "decode"
     assert main(["report", str(path), "--full"]) == 0
-
-
-def test_a_training_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    class Failing(Model):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            if sys.getswitchinterval() <= 2 * line_sampler.SWITCH_S:  # it is being sampled
-                raise Boom
-            return super().training_step(batch, batch_idx)
-
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
-    with pytest.raises(Boom):
-        trainer.fit(Failing(), loader(Decoded(MAX_STEPS), num_workers=1))
