@@ -82,17 +82,19 @@ class Batches:
         """Fetch while torch watches the workers, and explain the death of one."""
         if not self._is_watched:
             return fetch(source)
-        torch._C._set_worker_pids(id(self), tuple(worker.pid for worker in self.workers if worker.pid))
+        key, pids = id(self), tuple(worker.pid for worker in self.workers if worker.pid)
         try:
-            self._raise_if_dead()
-            return fetch(source)
+            try:
+                torch._C._set_worker_pids(key, pids)
+                self._raise_if_dead()
+                return fetch(source)
+            finally:
+                torch._C._remove_worker_pids(key)
         except (RuntimeError, OSError, EOFError) as error:
             if not any(words in str(error) for words in OF_LIVING_WORKERS):
                 wait_for_exit_codes(self.workers)  # torch may have noticed a death first, and does not report the cause
                 self._raise_if_dead()
             raise
-        finally:
-            torch._C._remove_worker_pids(id(self))
 
     def _raise_if_dead(self) -> None:
         code = next((worker.exitcode for worker in self.workers if worker.exitcode), 0)

@@ -7,7 +7,7 @@ import functools
 import gc
 import itertools
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import time
@@ -26,6 +26,7 @@ from trainings import Model, Raise, Samples, quiet_trainer
 from lightning_gpu_tools import NumWorkersFinder
 from lightning_gpu_tools.loaders import passes
 from lightning_gpu_tools.loaders.passes import continued
+from lightning_gpu_tools.loaders.workers import Batches
 from lightning_gpu_tools.types import LoaderSettings
 
 POINTS = itertools.cycle([(0, 4), (1, 4), (0, 1), (0, 0)])
@@ -168,22 +169,33 @@ def test_ctrl_c_during_the_search_ends_the_training_as_always(tmp_path: Path) ->
     assert (steps, children) == (25, 0)
 
 
+def test_a_worker_that_dies_interrupts_a_fetch_and_no_step() -> None:
+    batches = Batches(DataLoader(Samples(99), num_workers=2))
+    next(batches)
+    batches.workers[0].kill()
+    multiprocessing.connection.wait([batches.workers[0].sentinel])  # its signal comes
+    with pytest.raises(RuntimeError, match=r"^a worker process was killed by SIGKILL"):
+        list(batches)
+    batches.close()
+    assert not multiprocessing.active_children()
+
+
 # Settings that do not work are given up
 
 IN_ORDER = list(range(40))
 
 
 class Act(Dataset[int]):
-    """A dataset whose sample i is i; at one of them, the worker that loads it does something."""
+    """A dataset whose sample i is i; a worker that loads sample 9 does something."""
 
-    def __init__(self, action: Callable[[], object], at: int = 9) -> None:
-        self.action, self.at, self.home = action, at, os.getpid()
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.action, self.home = action, os.getpid()
 
     def __len__(self) -> int:
         return len(IN_ORDER)
 
     def __getitem__(self, index: int) -> Any:
-        if index == self.at and os.getpid() != self.home:
+        if index == 9 and os.getpid() != self.home:
             return self.action() or index
         return index
 
