@@ -30,13 +30,13 @@ class HostBudget:
 
 def read_host_budget(*, local_ranks: int = 1) -> HostBudget:
     """Return the resources of the host that this process may use now."""
-    affinity, quotas = float(affinity_cores()), []
+    cores = [float(len(os.sched_getaffinity(0)))]
     memory_bytes = [psutil.virtual_memory().available]
     # Limits apply anywhere on the path to the root, so the tightest one counts. Files: cgroup v2, or else v1.
     for folder in _cgroup_folders("cpu"):
         quota = _words(folder / "cpu.max") or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
         if len(quota) == 2 and quota[0] not in ("max", "-1"):
-            quotas.append(int(quota[0]) / int(quota[1]))
+            cores.append(int(quota[0]) / int(quota[1]))
     for folder in _cgroup_folders("memory"):
         limit = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
         used = _words(folder / "memory.current") or _words(folder / "memory.usage_in_bytes")
@@ -47,16 +47,11 @@ def read_host_budget(*, local_ranks: int = 1) -> HostBudget:
             cached = usage.get("total_inactive_file") or usage.get("inactive_file", 0)  # v1 has both; v2 the second
             memory_bytes.append(max(0, int(limit[0]) - max(0, int(used[0]) - cached)))
     return HostBudget(
-        cores=min([affinity, *quotas]),
+        cores=min(cores),
         memory_available_bytes=min(memory_bytes),
         shm_free_bytes=psutil.disk_usage(str(_SHARED_MEMORY)).free if _SHARED_MEMORY.is_dir() else None,
         local_ranks=local_ranks,
     )
-
-
-def affinity_cores() -> int:
-    """Return the number of cores that this process may run on, ignoring quotas."""
-    return len(os.sched_getaffinity(0))
 
 
 def children_cpu_s() -> float:

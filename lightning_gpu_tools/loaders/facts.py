@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from lightning_gpu_tools.loaders.held import Held, attributes, contents_of, held_by, is_of_library, is_open, name_of
-from lightning_gpu_tools.loaders.settings import GET_ITERATOR, forks_workers
+from lightning_gpu_tools.loaders.settings import GET_ITERATOR
 from lightning_gpu_tools.training.run_measurements import LoaderFacts
 
 # A worker finds its part of the data by both. A seed for each worker needs only the first.
@@ -37,7 +37,10 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
     dataset: Any = loader.dataset
     held = held_by(dataset)
     of_collate = [] if loader.collate_fn is default_collate else held_by(loader.collate_fn)
-    shared = [*held, *of_collate] if forks_workers(loader) else []  # other workers get copies, or do not start
+    context: Any = loader.multiprocessing_context or multiprocessing
+    # Without this option, it would choose a method for the whole program.
+    method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    shared = [*held, *of_collate] if method == "fork" else []  # other workers get copies, or do not start
     is_iterable, things = isinstance(dataset, IterableDataset), [item.thing for item in held]
     return LoaderFacts(
         kind=shown,

@@ -1,6 +1,5 @@
 """The settings of a DataLoader, plain loaders with other settings, and the sizes of their batches."""
 
-import multiprocessing
 import warnings
 from dataclasses import asdict, fields
 from typing import Any
@@ -29,14 +28,6 @@ def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
 def sampler_of(loader: DataLoader[Any]) -> Any:
     """Return what yields the indices of a DataLoader: of batches or, without automatic batching, of samples."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-
-def forks_workers(loader: DataLoader[Any]) -> bool:
-    """Return whether the workers of a loader are forked; others import modules when they start."""
-    context = loader.multiprocessing_context or multiprocessing
-    # Without this option, it would choose a method for the whole program.
-    chosen: str | None = context.get_start_method(allow_none=True)
-    return (chosen or multiprocessing.get_all_start_methods()[0]) == "fork"
 
 
 def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any, **options: Any) -> DataLoader[Any]:

@@ -6,10 +6,9 @@ simulated, with which constants, and what is not. The simulation affects only pr
 ``Machine.environment()``, and this package imports nothing from the rest of lightning_gpu_tools.
 """
 
-import mmap
 import os
 import re
-import struct
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -123,18 +122,17 @@ class Machine:
         self.folder = Path(folder).resolve()
         gpus = [find_model(name) for name in gpus]
         self._libraries = libraries()
-        self.uuids: list[str] = []
         self._places: list[int] = []
         lines = [f"{_KERNEL_NS / times_speed:g} {' '.join(f'{speed * times_speed:g}' for speed in _COPY_GB_S)}"]
         for position, name in enumerate(gpus):
             place = len(lines) - 1
             self._places.append(place)
-            self.uuids.append(f"GPU-{uuid.uuid5(uuid.NAMESPACE_OID, f'simulated {position}')}")
             model = MODELS[name]
             faster = {rate: getattr(model, rate) * times_speed for rate in _RATES}
             model = model._replace(memory_mib=times_memory * model.memory_mib, **faster)
             pci = f"00000000:{16 * position + 11:02X}:00.0"
-            lines.append(_line(model, -1, self.uuids[-1], pci))
+            whole = f"GPU-{uuid.uuid5(uuid.NAMESPACE_OID, f'simulated {position}')}"
+            lines.append(_line(model, -1, whole, pci))
             for number, slices in enumerate(mig.get(position, ())):
                 part = f"MIG-{uuid.uuid5(uuid.NAMESPACE_OID, f'simulated {position} {number}')}"
                 lines.append(_line(_instance(model, slices), place, part, pci))
@@ -148,19 +146,18 @@ class Machine:
 
         The process's Python must have the same torch as this one.
         """
-        inherited = dict(os.environ if environ is None else environ)
-        changed = {VARIABLE: str(self.folder), "LD_PRELOAD": "libcuda.so.1"}
-        paths = [str(self._libraries), *filter(None, [inherited.get("LD_LIBRARY_PATH")])]
-        return {**inherited, **changed, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
+        inherited = os.environ if environ is None else environ
+        paths = os.pathsep.join(filter(None, [str(self._libraries), inherited.get("LD_LIBRARY_PATH")]))
+        own = {VARIABLE: str(self.folder), "LD_PRELOAD": "libcuda.so.1", "LD_LIBRARY_PATH": paths}
+        return {**inherited, **own}
 
     def occupy(self, gpu: int, size_bytes: int) -> None:
         """Make other programs hold ``size_bytes`` of a GPU's memory from now on. ``gpu`` is its position."""
         path = self.folder / "machine.state"  # begins with these sizes, see source/machine.h
-        with path.open("a+b") as file:
-            if file.seek(0, os.SEEK_END) < 8 * _MAX_GPUS:
-                file.truncate(8 * _MAX_GPUS)
-        with path.open("r+b") as file, mmap.mmap(file.fileno(), 8 * _MAX_GPUS) as state:
-            struct.pack_into("=Q", state, 8 * self._places[gpu], size_bytes)
+        path.touch()
+        with path.open("r+b") as state:
+            state.seek(8 * self._places[gpu])
+            state.write(size_bytes.to_bytes(8, sys.byteorder))
 
 
 def _line(model: Model, parent: int, name: str, pci: str) -> str:

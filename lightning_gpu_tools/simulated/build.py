@@ -47,11 +47,10 @@ def libraries() -> Path:
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
         # Other processes may do the same: each compiles into its own folder, and the first result is used.
-        with tempfile.TemporaryDirectory(dir=cache) as temporary:
+        with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as temporary:
             _compile(Path(temporary), torch, headers)
-            ready = Path(temporary).rename(folder) if not folder.exists() else folder
-            Path(temporary).mkdir(exist_ok=True)
-            return ready
+            if not folder.exists():
+                Path(temporary).rename(folder)
     return folder
 
 

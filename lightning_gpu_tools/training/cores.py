@@ -15,14 +15,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_gpu_tools.background import SafeReader
-from lightning_gpu_tools.host import (
-    HostBudget,
-    affinity_cores,
-    children_cpu_s,
-    cores_in_reach,
-    idle_cpu_s,
-    read_host_budget,
-)
+from lightning_gpu_tools.host import HostBudget, children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
 from lightning_gpu_tools.processes import ProcessStat, process_stat
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.run_measurements import CoreFacts, CoreUser, LoadingFacts, StepBlock
@@ -196,7 +189,7 @@ class CoreUse:
         if by_children is None or idle is None:
             return None
         used = self._local_ranks * ((now.own_cpu_s - began.own_cpu_s) / elapsed_s + by_children)
-        affinity = affinity_cores()
+        affinity = len(os.sched_getaffinity(0))
         of_workers = workers * (loading.runnable_threads or 0.0)
         runnable = sum(added_times(began.threads, now.threads)) / elapsed_s + of_workers
         return CoreFacts(
