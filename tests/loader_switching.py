@@ -2,8 +2,6 @@
 
 import itertools
 import random
-import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +11,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
-from trainings import Boom, Model, Samples, quiet_trainer
+from trainings import Boom, Model, quiet_trainer
 
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.loaders import plan, search
@@ -48,20 +46,6 @@ class Items(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         noise = [torch.rand(1).item(), random.random(), np.random.rand()] if self.draws else [0.0] * 3
         return torch.tensor([float(index), *noise])
-
-
-class Hanging(Samples):
-    """A dataset that hangs in a worker from one sample on, and ignores SIGTERM."""
-
-    def __init__(self, count: int, begins_at: int = 0) -> None:
-        super().__init__(count)
-        self.begins_at = begins_at
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index >= self.begins_at:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            time.sleep(1000)
-        return super().__getitem__(index)
 
 
 class Uneven(Sampler[list[int]]):

@@ -27,7 +27,7 @@ WEIGHTS = nn.Linear(2, 2).state_dict()
 LIGHTNING = {"pytorch-lightning_version": "2.6.6", "state_dict": WEIGHTS}
 
 
-def test_inspect_shows_what_is_inside(last: str, run: Run) -> None:
+def test_inspect_shows_what_is_inside_also_as_json(last: str, run: Run) -> None:
     code, out, err = run("inspect", last)
     assert (code, err) == (0, "")
     assert "Lightning checkpoint" in " ".join(out.split())  # a long path may part the words
@@ -38,9 +38,6 @@ def test_inspect_shows_what_is_inside(last: str, run: Run) -> None:
     assert "model.module._orig_mod.layers.{0…2}.weight" in out
     assert "192 B" in out
     assert max(map(len, out.splitlines())) <= max(100, len(last) + 40)
-
-
-def test_inspect_gives_json(last: str, run: Run) -> None:
     summary = json.loads(run("inspect", last, "--json")[1])
     assert (summary["schema_version"], summary["devices"]) == (1, ["cpu"])
     assert summary["size_bytes"] == os.path.getsize(last)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from loader_switching import Hanging, frozen_states, shorten_trials
+from loader_switching import frozen_states, shorten_trials
 from synthetic import a_host
 from torch.utils.data import DataLoader, RandomSampler
 from trainings import Samples
@@ -39,6 +39,13 @@ def test_a_loader_that_waits_gets_workers_and_is_not_touched(monkeypatch: pytest
     assert (result.applied, "batches/s instead of" in result.reason) == (False, True)
     assert (result.trials[0].batch_s or 0) >= LOAD_S + STEP_S  # of the current settings
     assert not multiprocessing.active_children()
+
+
+class Hanging(Samples):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+        return super().__getitem__(index)
 
 
 class Broken(Samples):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,29 +18,21 @@ def on_gpu(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype).to(device)
 
 
-value = on_gpu(1 + rank, 2)
-dist.all_reduce(value, group=dist.new_group(list(range(ranks))))  # a split, where this rank has joined
-result["all_reduce"] = value.tolist()
+def move(name: str, value: torch.Tensor, collective: Callable[..., object], *arguments: object) -> None:
+    collective(value, *arguments)
+    result[name] = value.tolist()
 
-value = on_gpu(1 + rank, 2, dtype=torch.bfloat16)
-dist.all_reduce(value, dist.ReduceOp.AVG)
-result["average"] = value.tolist()
 
-value = on_gpu(10 * rank)
-dist.broadcast(value, 1)
-result["broadcast"] = value.tolist()
-
-value = torch.empty(ranks, device=device)
-dist.all_gather_into_tensor(value, on_gpu(rank))
-result["all_gather"] = value.tolist()
-
-value = torch.empty(1, device=device)
-dist.reduce_scatter_tensor(value, on_gpu(*(other + rank for other in range(ranks))))
-result["reduce_scatter"] = value.tolist()
-
-value = torch.empty(ranks, device=device)
-dist.all_to_all_single(value, on_gpu(*(10 * rank + other for other in range(ranks))))
-result["all_to_all"] = value.tolist()
+split = dist.new_group(list(range(ranks)))  # where this rank has joined
+others = range(ranks)
+move("all_reduce", on_gpu(1 + rank, 2), dist.all_reduce, dist.ReduceOp.SUM, split)
+move("average", on_gpu(1 + rank, 2, dtype=torch.bfloat16), dist.all_reduce, dist.ReduceOp.AVG)
+move("broadcast", on_gpu(10 * rank), dist.broadcast, 1)
+move("all_gather", torch.empty(ranks, device=device), dist.all_gather_into_tensor, on_gpu(rank))
+sums = on_gpu(*(other + rank for other in others))
+move("reduce_scatter", torch.empty(1, device=device), dist.reduce_scatter_tensor, sums)
+parts = on_gpu(*(10 * rank + other for other in others))
+move("all_to_all", torch.empty(ranks, device=device), dist.all_to_all_single, parts)
 
 value = torch.empty(1, device=device)
 sends = dist.P2POp(dist.isend, on_gpu(rank), (rank + 1) % ranks)
