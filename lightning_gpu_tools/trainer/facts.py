@@ -132,7 +132,8 @@ class TrainerRun(Run):
     @property
     @override
     def settings(self) -> Mapping[str, Any]:
-        return {"model": type(self._trainer.lightning_module).__qualname__, **trainer_settings(self._trainer)}
+        stage = {} if self.stage == "fit" else {"stage": self.stage}
+        return {"model": type(self._trainer.lightning_module).__qualname__, **trainer_settings(self._trainer), **stage}
 
 
 def _note_validation(run: TrainerRun | LoopRun, loaders: Iterable[object]) -> None:
@@ -179,11 +180,6 @@ class EvaluationRun(TrainerRun):
     def epoch_steps(self) -> int | None:
         steps = sum(self._loop.max_batches)
         return None if math.isinf(steps) else int(steps)
-
-    @property
-    @override
-    def settings(self) -> Mapping[str, Any]:
-        return {**super().settings, "stage": self.stage}
 
 
 def run_of(trainer: Trainer) -> TrainerRun:

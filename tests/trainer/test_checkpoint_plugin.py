@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from advised import code_in
 from checkpoint_files import described_by, storage, tensor
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -105,7 +106,6 @@ def test_ema_weights_and_the_raw_ones_are_both_renamed(tmp_path: Path) -> None:
         resumed = trainer(tmp_path, epochs=2, callbacks=[ema])
         resumed.fit(target, ckpt_path=path)
         average = ema._average_model
-        assert average is not None
         expected = stored["state_dict"]["net.0.weight"]
         assert torch.equal(next(average.module.parameters()), expected), wrapping
 
@@ -238,11 +238,9 @@ def test_arguments_that_a_trainer_lacks_are_passed_to_load_weights(tmp_path: Pat
         model = Lit(seed=1)
         with pytest.raises(CheckpointError) as refusal:
             trainer(tmp_path).test(model, ckpt_path=tmp_path / name)
-        argument = re.search(r'root="teacher"|strict=False', str(refusal.value))
-        call = re.search(r"Call lightning_gpu_tools\.(load_weights\(.*), \.\.\.\)", str(refusal.value))
-        assert argument is not None
-        assert call is not None
-        eval(f"{call[1]}, {argument[0]})", {"load_weights": load_weights, "model": model})
+        argument = code_in(str(refusal.value), r'root="teacher"|strict=False')
+        call = code_in(str(refusal.value), r"Call lightning_gpu_tools\.(load_weights\(.*), \.\.\.\)")
+        eval(f"{call}, {argument})", {"load_weights": load_weights, "model": model})
         trainer(tmp_path).test(model, verbose=False)
         assert same(net, model)
 
@@ -293,8 +291,7 @@ def test_a_torch_with_known_holes_is_warned_of_once(
         return [str(one.message) for one in recwarn if "CVE-2026-24747" in str(one.message)]
 
     (words,) = warnings("2.9.1+cu126")
-    advised = re.search(r"please update to torch (\S+) or later", words)
-    assert not warnings(advised[1])  # type: ignore[index]
+    assert not warnings(code_in(words, r"please update to torch (\S+) or later"))
 
 
 def test_verify_finds_what_loading_alone_does_not(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from cpu_as_cuda import positions
 from fake_driver import Driver
+from harness import quiet_options
 
 from lightning_gpu_tools import (
     FreeMemoryCUDAAccelerator,
@@ -81,15 +82,8 @@ def model(package: str, wrapped: bool) -> Any:
 
 
 def trainer(package: str, folder: Path, **options: Any) -> Any:
-    return importlib.import_module(package).Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
+    options = {**quiet_options(folder), "enable_checkpointing": True, **options}
+    return importlib.import_module(package).Trainer(**options)
 
 
 def test_a_training_of_one_package_resumes_in_the_other(tmp_path: Path) -> None:

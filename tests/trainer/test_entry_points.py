@@ -2,12 +2,12 @@
 
 import importlib
 import json
-import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from advised import code_in
 from lightning.pytorch import Trainer
 from trainings import Model, Samples, loader, quiet_trainer
 
@@ -108,10 +108,8 @@ def test_zero_code_mode_says_once_that_it_is_not_for_fabric(
         importlib.import_module(family).Fabric(accelerator="cpu", devices=1)
     (warning,) = [str(one.message) for one in recwarn if "LIGHTNING_GPU_TOOLS" in str(one.message)]
     assert "has no effect on Fabric" in warning
-    advised = re.search(r"`(with .* as run:)`", warning)
-    assert advised is not None
     fabric = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     monkeypatch.chdir(tmp_path)
-    loop = f"{advised[1]}\n    for batch in run.batches(data): pass"
+    loop = code_in(warning, r"`(with .* as run:)`") + "\n    for batch in run.batches(data): pass"
     exec(loop, {"lightning_gpu_tools": lightning_gpu_tools, "fabric": fabric, "data": loader(Samples(3))})
     assert list(tmp_path.rglob("gpu_report.json"))

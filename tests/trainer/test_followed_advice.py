@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from advised import code_in
 from cause_examples import STALL_EXAMPLES, TIME_EXAMPLES
 from fake_driver import Driver, gpu
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -33,18 +34,9 @@ from lightning_gpu_tools.trainer.strategies import why_no_cuda
 from lightning_gpu_tools.training.run_measurements import LoaderSettings, LoadingFacts, RunMeasurements
 
 
-def found(cause: str, run: RunMeasurements) -> Finding | None:
+def findings(cause: str, run: RunMeasurements) -> list[Finding]:
     """Return what a cause says of a run."""
-    find = TIME_CAUSES[cause].find
-    assert find is not None
-    return next(iter(find(run)), None)
-
-
-def value(pattern: str, advice: str) -> str:
-    """Return what advice names at this place."""
-    match = re.search(pattern, advice)
-    assert match is not None, advice
-    return match[1]
+    return [*TIME_CAUSES[cause].find(run)]
 
 
 # --- communication ------------------------------------------------------------------------------------------------
@@ -88,9 +80,8 @@ def sent_bytes(folder: Path, *, accumulate: int, halved: bool, **options: bool) 
 @pytest.mark.follows("Average gradients less often ({}){}.", ", or send half the bytes ({})")
 def test_gradients_are_sent_as_seldom_and_small_as_advised(tmp_path: Path) -> None:
     run = gpu_run(STEP, 100.0, **ranks({"backward": 0.01}, {"backward": 0.01}, wait_s=0.02))
-    finding = found("communication", run)
-    assert finding is not None
-    accumulate = int(value(r"Trainer\(accumulate_grad_batches=(\d+)\)", finding.advice))
+    (finding,) = findings("communication", run)
+    accumulate = int(code_in(finding.advice, r"Trainer\(accumulate_grad_batches=(\d+)\)"))
     assert "bf16_compress_hook" in finding.advice
     changes = [
         {"accumulate": 1, "halved": False},
@@ -119,7 +110,6 @@ class OneWaits(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         worker = get_worker_info()
-        assert worker is not None
         if worker.id == 1:
             self.may_go_on.wait(60)
         else:
@@ -132,11 +122,10 @@ def test_others_go_on_beside_a_slow_worker_as_advised() -> None:
     waits = LoadingFacts(long_waits=20, ready_out_of_order_share=0.9)
     loader_now = LoaderSettings(num_workers=2, prefetch_factor=2, persistent_workers=False, pin_memory=False)
     sick = TIME_EXAMPLES["data_loading"].sick
-    finding = found("data_loading", replace(sick, loader=loader_now, loading=waits))
-    assert finding is not None
+    (finding,) = findings("data_loading", replace(sick, loader=loader_now, loading=waits))
     assert finding.evidence["kind"] == "slow_worker"
 
-    prefetch, data = int(value(r"prefetch_factor=(\d+) \(now 2\)", finding.advice)), OneWaits()
+    prefetch, data = int(code_in(finding.advice, r"prefetch_factor=(\d+) \(now 2\)")), OneWaits()
     batches = iter(DataLoader(data, num_workers=2, prefetch_factor=prefetch))
     assert all(data.loaded.acquire(timeout=60) for _ in range(prefetch))
     data.may_go_on.set()
@@ -166,8 +155,7 @@ def test_collections_skip_what_is_frozen_as_advised(tmp_path: Path, unfrozen: No
         quiet_trainer(folder, callbacks=callbacks).fit(CollectingModel(), loader(Samples(80)))
         return load_report(folder).phase_s["garbage_collection"]
 
-    finding = found("garbage_collection", TIME_EXAMPLES["garbage_collection"].sick)
-    assert finding is not None
+    (finding,) = findings("garbage_collection", TIME_EXAMPLES["garbage_collection"].sick)
     before_s = collecting_s(tmp_path / "before")
     for call in re.findall(r"gc\.\w+\(\)", finding.advice)[:2]:
         eval(call, {"gc": gc})
@@ -181,37 +169,32 @@ def test_collections_skip_what_is_frozen_as_advised(tmp_path: Path, unfrozen: No
 @pytest.mark.follows("Set {}(precision='16-mixed')", "torch.set_float32_matmul_precision('high') (TF32)")
 def test_the_precision_that_is_advised_ends_the_advice(tmp_path: Path) -> None:
     slow = on_hopper(tensor_active_percent=0.0)
-    finding = found("low_precision", gpu_run(STEP, 97.0, **slow, matmul_precision="highest"))
-    assert finding is not None
-    precision = value(r"Trainer\(precision='([\w-]+)'\)", finding.advice)
+    (finding,) = findings("low_precision", gpu_run(STEP, 97.0, **slow, matmul_precision="highest"))
+    precision = code_in(finding.advice, r"Trainer\(precision='([\w-]+)'\)")
     trainer = quiet_trainer(tmp_path, precision=precision, max_steps=1)
     trainer.fit(Model(), loader(Samples(2)))
-    assert found("low_precision", gpu_run(STEP, 97.0, **slow, precision=trainer.precision)) is None
+    assert not findings("low_precision", gpu_run(STEP, 97.0, **slow, precision=trainer.precision))
 
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(value(r"set_float32_matmul_precision\('(\w+)'\)", finding.advice))
+    torch.set_float32_matmul_precision(code_in(finding.advice, r"set_float32_matmul_precision\('(\w+)'\)"))
     now = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(before)
-    again = found("low_precision", gpu_run(STEP, 97.0, **slow, matmul_precision=now))
-    assert again is not None
+    (again,) = findings("low_precision", gpu_run(STEP, 97.0, **slow, matmul_precision=now))
     assert "matmul_precision" not in again.advice
 
-    older = found(
-        "low_precision", gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(7, 0)))
-    )
-    assert older is not None
-    precision = value(r"Trainer\(precision='([\w-]+)'\)", older.advice)
-    assert found("low_precision", gpu_run(STEP, 97.0, **slow, precision=precision)) is None
+    volta = on_hopper(tensor_active_percent=0.0, compute_capability=(7, 0))
+    (older,) = findings("low_precision", gpu_run(STEP, 97.0, **volta))
+    precision = code_in(older.advice, r"Trainer\(precision='([\w-]+)'\)")
+    assert not findings("low_precision", gpu_run(STEP, 97.0, **slow, precision=precision))
 
 
 @pytest.mark.follows("administrator to raise it: sudo nvidia-smi -pl")
 def test_the_power_limit_that_is_advised_ends_the_advice() -> None:
     sick = TIME_EXAMPLES["power_cap"].sick
-    finding = found("power_cap", sick)
-    assert finding is not None
-    watts = float(value(r"nvidia-smi -pl (\d+)", finding.advice))
+    (finding,) = findings("power_cap", sick)
+    watts = float(code_in(finding.advice, r"nvidia-smi -pl (\d+)"))
     assert watts == sick.gpu.power_limit_watts_max
-    assert found("power_cap", replace(sick, gpu=replace(sick.gpu, power_limit_watts=watts))) is None
+    assert not findings("power_cap", replace(sick, gpu=replace(sick.gpu, power_limit_watts=watts)))
 
 
 # --- launch_bound -------------------------------------------------------------------------------------------------
@@ -229,9 +212,8 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.follows("a fused optimizer (AdamW(..., fused=True))")
 def test_a_fused_optimizer_has_fewer_operations_as_advised() -> None:
-    finding = found("launch_bound", TIME_EXAMPLES["launch_bound"].sick)
-    assert finding is not None
-    option = value(r"AdamW\(\.\.\., (\w+)=True\)", finding.advice)
+    (finding,) = findings("launch_bound", TIME_EXAMPLES["launch_bound"].sick)
+    option = code_in(finding.advice, r"AdamW\(\.\.\., (\w+)=True\)")
     counts = []
     for options in ({"foreach": True}, {option: True}):
         layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(50)))
@@ -251,7 +233,7 @@ def test_a_fused_optimizer_has_fewer_operations_as_advised() -> None:
 def test_the_profile_that_is_advised_names_the_slow_function(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("def slow():\n    return sum(range(3_000_000))\nslow()\n")
-    command = value(r"(python -m cProfile -s tottime SCRIPT)", FIND_FUNCTION)
+    command = code_in(FIND_FUNCTION, r"(python -m cProfile -s tottime SCRIPT)")
     words = [{"python": sys.executable, "SCRIPT": str(script)}.get(word, word) for word in command.split()]
     profile = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert re.search(r"\d+ +[\d.]+ .*(sum|slow)", profile) is not None
@@ -260,7 +242,7 @@ def test_the_profile_that_is_advised_names_the_slow_function(tmp_path: Path) -> 
 @pytest.mark.follows("End other programs (`ps aux --sort=-rss | head`)")
 def test_the_command_that_is_advised_lists_large_programs_first() -> None:
     (explained,) = STALL_CAUSES["swap"].find(STALL_EXAMPLES["swap"].sick)
-    command = value(r"`(ps aux [^`]+)`", explained.advice)
+    command = code_in(explained.advice, r"`(ps aux [^`]+)`")
     _, *rows = subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout.splitlines()
     sizes = [int(row.split()[5]) for row in rows]
     assert sizes == sorted(sizes, reverse=True)
@@ -272,7 +254,7 @@ def test_the_command_that_is_advised_says_why_cuda_cannot_start(
 ) -> None:
     driver.gpus = [gpu()]
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    command = value(r"`(python -c '[^`]+')`", why_no_cuda()).replace("python", sys.executable, 1)
+    command = code_in(why_no_cuda(), r"`(python -c '[^`]+')`").replace("python", sys.executable, 1)
     answer = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert answer.returncode
     assert "CUDA" in answer.stderr.splitlines()[-1]

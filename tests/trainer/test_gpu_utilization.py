@@ -78,7 +78,6 @@ def test_every_gpu_is_logged_and_reported_and_the_broken_one_named(
     assert report.gpus[0].memory_used_bytes_max == 50 * 2**30
     assert report.gpus[0].others_memory_bytes_max == 5 * 2**30
     assert report.gpus[0].timelines["utilization_percent"]
-    assert report.gpu_note is not None
     assert report.gpu_note.startswith("GPU 3 is not measured")
 
 
@@ -126,7 +125,6 @@ def test_without_a_driver_the_report_says_why(driver: Driver, tmp_path: Path) ->
         report = load_report(train(tmp_path, GPUUtilizationMonitor(devices="all")))
     assert sum("No GPU was measured" in str(warning.message) for warning in said) == 1
     assert report.gpus == ()
-    assert report.gpu_note is not None
     assert "driver" in report.gpu_note
 
 
@@ -236,7 +234,6 @@ def test_the_training_thread_never_calls_the_driver(driver: Driver, tmp_path: Pa
     assert functions.count("nvmlInitWithFlags") == functions.count("nvmlShutdown") > 0
     report = load_report(folder)
     assert report.gpus[0].errors
-    assert report.monitor_us_per_step is not None
     assert 0 < report.monitor_us_per_step < report.wall_s / report.steps * 1e6
     assert sum(span.end_s - span.begin_s for span in report.spans) == pytest.approx(report.wall_s)
 
@@ -290,7 +287,6 @@ def test_a_slow_dataset_is_warned_about_once_with_settings(tmp_path: Path) -> No
         quiet_trainer(tmp_path, callbacks=[advisor], max_epochs=2).fit(
             Model(), loader(Samples(STEPS, time.sleep, 0.004))
         )
-    assert advisor.diagnosis is not None
     assert advisor.diagnosis.verdict == "low"
     finding = advisor.diagnosis.findings[0]
     assert finding.cause == "data_loading"
@@ -313,7 +309,6 @@ def test_a_slow_callback_is_named_wherever_it_comes(tmp_path: Path, slow_first: 
     callbacks = [slow, advisor] if slow_first else [advisor, slow]
     with pytest.warns(LowGPUUtilizationWarning, match="SlowCallback takes"):
         quiet_trainer(tmp_path, callbacks=callbacks, max_epochs=2).fit(Model(), loader(Samples(STEPS)))
-    assert advisor.diagnosis is not None
     assert [finding.cause for finding in advisor.diagnosis.findings][:1] == ["callback"]
     assert advisor.diagnosis.findings[0].evidence["name"] == "SlowCallback"
 
@@ -329,7 +324,6 @@ def test_the_diagnosis_can_be_asked_for_during_training(tmp_path: Path) -> None:
     assert advisor.diagnosis is None
     quiet_trainer(tmp_path, callbacks=[Ask(), advisor]).fit(Model(), loader(Samples(5)))
     assert [diagnosis.verdict for diagnosis in seen if diagnosis] == ["too_short"] * 5
-    assert advisor.diagnosis is not None
     assert "needs at least 50 steps and 5 s" in advisor.diagnosis.why
 
 

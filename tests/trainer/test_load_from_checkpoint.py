@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from advised import code_in
 from lightning.pytorch import LightningModule
 from torch import nn
 from trainings import quiet_trainer
@@ -164,9 +165,7 @@ def test_a_class_saved_by_the_cli_is_built_once_imported(tmp_path: Path, monkeyp
     write_checkpoint({**torch.load(path), "hyper_parameters": hparams}, path)
     with pytest.raises(UnsafeCheckpointError, match="import it first") as refusal:
         load_from_checkpoint(LightningModule, path)
-    name = re.search(r"requests the class '(\w+)\.\w+'", str(refusal.value))
-    assert name is not None
-    importlib.import_module(name[1])
+    importlib.import_module(code_in(str(refusal.value), r"requests the class '(\w+)\.\w+'"))
     assert torch.equal(load_from_checkpoint(LightningModule, path).net.weight, source.net.weight)
 
 
@@ -177,7 +176,5 @@ def test_other_hyperparameters_are_passed_as_the_error_says(tmp_path: Path) -> N
     with pytest.raises(BrokenCheckpointError) as refusal:
         load_from_checkpoint(Lit, path)
     (tmp_path / "h.yaml").write_text("width: 2")
-    argument = re.search(r"in an (hparams_file)\.", str(refusal.value))
-    assert argument is not None
-    options: Any = {argument[1]: tmp_path / "h.yaml"}
+    options: Any = {code_in(str(refusal.value), r"in an (hparams_file)\."): tmp_path / "h.yaml"}
     assert torch.equal(load_from_checkpoint(Lit, path, **options).net.weight, source.net.weight)

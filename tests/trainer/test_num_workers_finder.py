@@ -84,7 +84,6 @@ def find(
     finder = NumWorkersFinder(budget_s=budget_s)
     watch = train(folder, [*others, finder], loader, **options)
     assert not multiprocessing.active_children()
-    assert finder.result is not None
     return finder.result, watch
 
 
@@ -98,7 +97,8 @@ def test_a_short_training_gets_workers_and_stays_the_same(
 ) -> None:
     advised = diagnose(TIME_EXAMPLES["data_loading"].sick).next_step
     assert "DataLoader(..., num_workers=" in advised
-    assert getattr(lightning_gpu_tools, code_in(advised, r"(\w+)\(\) finds and applies them")) is NumWorkersFinder
+    named = code_in(advised, r"(\w+)\(\) finds and applies them")
+    assert issubclass(getattr(lightning_gpu_tools, named), NumWorkersFinder)
     caplog.set_level("INFO")
     monkeypatch.setattr(plan, "CONFIRM_STEPS", 50)
     tuned = Noisy()
@@ -110,7 +110,6 @@ def test_a_short_training_gets_workers_and_stays_the_same(
     as_usual = train(tmp_path, [], shuffled(Samples(40)), plain, max_epochs=3)
     assert result.applied
     assert result.confirmed
-    assert result.settings is not None
     assert result.settings.num_workers >= 2
     assert "batches/s instead of" in result.reason
     assert watch.workers[-1] == result.settings.num_workers
@@ -123,7 +122,6 @@ def test_a_short_training_gets_workers_and_stays_the_same(
     assert watch.loader.num_workers == 0
     assert type(iter(watch.loader)).__module__.startswith("torch.")
     report = load_report(tmp_path)
-    assert report.loader is not None
     assert report.loader.confirmed
     assert report.unseen == ()  # a loader without workers has none to be polled until the search is over
 
@@ -132,12 +130,9 @@ def test_without_apply_the_settings_are_measured_and_advised(tmp_path: Path) -> 
     finder = NumWorkersFinder(budget_s=12.0, apply=False)
     advisor = GPUUtilizationAdvisor(min_steps=10, min_seconds=0.0)
     watch = train(tmp_path, [advisor, finder], shuffled(Slow(36)))
-    assert finder.result is not None
-    assert finder.result.settings is not None
     assert finder.result.settings.num_workers >= 2
     assert not finder.result.applied
     assert set(watch.workers) == {0}
-    assert advisor.diagnosis is not None
     (finding,) = advisor.diagnosis.findings
     assert f"DataLoader(..., num_workers={finder.result.settings.num_workers}, " in finding.advice
     assert finder.result.reason in finding.advice
@@ -149,7 +144,6 @@ def test_a_training_that_is_too_short_says_so_once(tmp_path: Path, caplog: pytes
     (line,) = [line for line in caplog.messages if "NumWorkersFinder" in line]
     assert line == "NumWorkersFinder: Training ended after 20 steps, but a search needs 25."
     report = load_report(tmp_path)
-    assert report.loader is not None
     assert report.loader.reason in line
 
 
@@ -164,7 +158,6 @@ def test_what_was_found_holds_for_loaders_that_are_made_again(tmp_path: Path) ->
             return shuffled(Drawing(20))
 
     result, watch = find(tmp_path, Data(), max_epochs=3, reload_dataloaders_every_n_epochs=1)
-    assert result.settings is not None
     assert result.applied
     assert watch.workers[-20:] == [result.settings.num_workers] * 20
     assert not result.settings.persistent_workers

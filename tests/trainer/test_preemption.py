@@ -21,6 +21,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from rank_processes import run_ranks
 from resumed_trainings import Unscheduled, everything, plain, same, train, validated
+from trainings import quiet_trainer
 
 from lightning_gpu_tools import ExactResume, PortableCheckpointIO
 from lightning_gpu_tools.trainer.preemption import Preemption
@@ -171,16 +172,9 @@ def train_again(folder: Path, rank: int, *, hit: tuple[int, int, int] | None = N
     """Go on from the last checkpoint, if there is one, and print a digest of the weights at the end."""
     seed_everything(5 if not list(folder.glob("*.ckpt")) else 99)
     saving = ModelCheckpoint(folder, every_n_train_steps=3, save_last=True)
-    trainer = Trainer(
-        callbacks=[ExactResume(), saving, *([Hit(*hit)] if hit else [])],
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        plugins=[PortableCheckpointIO()],
-        max_epochs=2,
-        logger=False,
-        enable_progress_bar=False,
-    )
+    callbacks = [ExactResume(), saving, *([Hit(*hit)] if hit else [])]
+    place = {"devices": 2, "strategy": "ddp", "plugins": [PortableCheckpointIO()]}
+    trainer = quiet_trainer(folder, callbacks=callbacks, max_epochs=2, enable_checkpointing=True, **place)
     model = Unscheduled(partial(plain, shuffle=True, num_workers=workers))
     trainer.fit(model, ckpt_path="last")
     weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_driver import Driver, gpu
+from fake_driver import Driver
 from launched_jobs import live_claims, said
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -122,14 +122,13 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_every_stage_of_deepspeed_trains_on_the_freest_gpus(
-    run_python: RunPython, driver: Driver, claims_dir: Path, tmp_path: Path
+    run_python: RunPython, cuda: Driver, claims_dir: Path, tmp_path: Path
 ) -> None:
-    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (10, 20, 30, 40)]
     (tmp_path / "train.py").write_text(DEEPSPEED)
     folders = [TESTS, TESTS.parent, TESTS.parent / "benchmarks", os.environ.get("PYTHONPATH", "")]
     environment = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, folders))
     answer = run_python(str(tmp_path / "train.py"), env=environment, timeout=170)
     assert answer.returncode == 0, answer.stderr
-    assert said(answer.stdout, driver) == {f"stage{stage}": {0: [3, 2], 1: [3, 2]} for stage in range(4)}
+    assert said(answer.stdout, cuda) == {f"stage{stage}": {0: [3, 2], 1: [3, 2]} for stage in range(4)}
     assert live_claims(claims_dir) == []

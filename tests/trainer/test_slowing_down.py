@@ -1,7 +1,6 @@
 """Trainings that really keep more and more, on a clock that moves by hand as this is gone through."""
 
 import ctypes
-import re
 import time
 from collections import deque
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from advised import code_in
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 from trainings import HandClock, Model, Samples, quiet_trainer
@@ -42,8 +42,6 @@ class Reading(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, model: LightningModule, out: Any, batch: Any, index: int) -> None:
         own = self.advisor._session
-        assert own is not None
-        assert own.recorder is not None
         if index % READ_EVERY == 0 and index > own.clock.warm_up_steps:
             before, end_s = self.read(own.recorder), time.monotonic() + TIMEOUT_S
             while self.read(own.recorder) == before and time.monotonic() < end_s:
@@ -77,7 +75,6 @@ def fit(folder: Path, model: Model, *callbacks: Callback, loader: DataLoader[Any
     advisor = GPUUtilizationAdvisor(min_seconds=0.001)
     trainer = quiet_trainer(folder, callbacks=[*callbacks, advisor, Reading(advisor)])
     trainer.fit(model, loader or DataLoader(Samples(STEPS)))
-    assert advisor.diagnosis is not None
     return next((one for one in advisor.diagnosis.findings if one.cause == "slowing_down"), None)
 
 
@@ -118,18 +115,15 @@ class Summed(Steady):
 @pytest.mark.follows("only the latest values: collections.deque(maxlen=1000)")
 def test_what_a_callback_keeps_is_named_and_the_latest_are_healthy(tmp_path: Path) -> None:
     found = fit(tmp_path, Steady(), Median())
-    assert found is not None
     assert (found.evidence["kind"], found.evidence["phase"]) == ("kept_memory", "callback/Median")
     assert float(found.evidence["times"]) == pytest.approx(18 / 9, rel=0.1)  # ms, in the middle of the thirds
-    maxlen = re.search(r"deque\(maxlen=(\d+)\)", found.advice)
-    assert maxlen is not None
-    assert fit(tmp_path, Steady(), Median(latest=int(maxlen[1]) // 50)) is None  # the run is as much shorter
+    maxlen = int(code_in(found.advice, r"deque\(maxlen=(\d+)\)"))
+    assert fit(tmp_path, Steady(), Median(latest=maxlen // 50)) is None  # the run is as much shorter
 
 
 @pytest.mark.follows("Keep loss.detach() or loss.item() instead of a loss with its graph")
 def test_a_kept_graph_is_named_and_a_detached_sum_is_healthy(tmp_path: Path) -> None:
     found = fit(tmp_path, Summed(keeps_graph=True))
-    assert found is not None
     assert (found.evidence["kind"], found.evidence["phase"]) == ("kept_memory", "training_step/Summed.backward")
     assert fit(tmp_path, Summed(keeps_graph=False)) is None
 
@@ -137,6 +131,5 @@ def test_a_kept_graph_is_named_and_a_detached_sum_is_healthy(tmp_path: Path) -> 
 @pytest.mark.follows("shuffle the samples, or limit the elements per batch")
 def test_growing_batches_are_named_and_shuffled_ones_are_healthy(tmp_path: Path) -> None:
     found = fit(tmp_path, Steady(), loader=DataLoader(Lengths()))
-    assert found is not None
     assert found.evidence["kind"] == "larger_batches"
     assert fit(tmp_path, Steady(), loader=DataLoader(Lengths(), shuffle=True)) is None

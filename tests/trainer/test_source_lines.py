@@ -50,9 +50,7 @@ class Until(Callback):
         self.monitor = monitor
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        assert self.monitor._session is not None
         recorder = self.monitor._session.recorder
-        assert recorder is not None
         lines = recorder.lines.seen(recorder.loaders.workers.pids)
         trainer.should_stop = sum(one.samples for one in lines if one.phase == DATA_LOADING) >= ENOUGH
 

@@ -3,8 +3,6 @@
 How long these take is measured by ``benchmarks/step_overhead.py`` and ``benchmarks/scale.py``.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from statistics import median
@@ -25,52 +23,29 @@ PACKAGE = str(Path(lightning_gpu_tools.__file__).parent)
 FROM, STEPS = 120, 40  # after the warm-up and the first judgment
 
 
-class Calls:
-    """Counts the calls of Python functions in this thread, step by step, while it is entered."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, int]] = []  # all calls and ours
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        self.steps.append((0, 0))
-
-    def _count(self, frame: FrameType, event: str, argument: object) -> None:
-        if event == "call":
-            every, ours = self.steps[-1]
-            self.steps[-1] = every + 1, ours + frame.f_code.co_filename.startswith(PACKAGE)
-
-    @property
-    def typical(self) -> tuple[float, float]:
-        """The medians of a step, without what is done every so many seconds: more often where steps are slow."""
-        every, ours = zip(*self.steps, strict=True)
-        return median(every), median(ours)
-
-    def __enter__(self) -> Calls:
-        sys.setprofile(self._count)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.setprofile(None)
-
-
 class Empty(Callback):
     def on_train_batch_end(self, *args: Any) -> None:
         pass
 
 
 class Counted(Model):
-    """Counts the calls of 40 steps."""
+    """Counts the calls of Python functions in this thread in each of 40 steps: all, and ours."""
 
-    calls = Calls()
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, int]] = []
+
+    def count(self, frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            every, ours = self.calls[-1]
+            self.calls[-1] = every + 1, ours + frame.f_code.co_filename.startswith(PACKAGE)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        if batch_idx == FROM:
-            self.calls = Calls().__enter__()
-        elif FROM < batch_idx < FROM + STEPS:
-            self.calls.begin_step()
-        if batch_idx == FROM + STEPS:
-            self.calls.__exit__()
+        if FROM <= batch_idx < FROM + STEPS:
+            self.calls.append((0, 0))
+            sys.setprofile(self.count)
+        else:
+            sys.setprofile(None)
         return super().training_step(batch, batch_idx)
 
 
@@ -78,7 +53,9 @@ def calls_of(callbacks: list[Callback], folder: Path, every: int) -> tuple[float
     trainer = quiet_trainer(folder, callbacks=callbacks, logger=CSVLogger(folder), log_every_n_steps=every)
     model = Counted()
     trainer.fit(model, loader(Samples(FROM + STEPS + 1)))
-    return model.calls.typical
+    # Without what is done every so many seconds: more often where steps are slow.
+    every_call, ours = zip(*model.calls, strict=True)
+    return median(every_call), median(ours)
 
 
 def test_a_step_makes_fewer_calls_than_with_two_empty_callbacks(

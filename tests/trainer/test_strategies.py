@@ -311,7 +311,6 @@ sys.stdin.read()
 def test_a_job_without_a_claim_hears_of_rivals(cuda: Driver, claims_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", cuda.gpus[3].uuid)
     with subprocess.Popen([sys.executable, "-c", HOLD], stdin=-1, stdout=-1, text=True) as other:
-        assert other.stdout is not None
         other.stdout.readline()
         made = Trainer(accelerator="cuda", devices=1, strategy="ddp", logger=False)
         (message,) = shortcomings(TrainerRun(made))
@@ -322,7 +321,6 @@ def test_a_job_without_a_claim_hears_of_rivals(cuda: Driver, claims_dir: Path, m
         command = [sys.executable, "-m", "lightning_gpu_tools", program, "--min-free", "1GiB", "--", "sh", "-c"]
         assert claimed_bytes(TrainerRun(made)) is None
         with subprocess.Popen([*command, "echo; cat"], stdin=-1, stdout=-1) as own:
-            assert own.stdout is not None
             own.stdout.readline()
             claims = {claim.pid: claim.memory_bytes for claim in claims_in(claims_dir)}
             own.kill()
