@@ -295,8 +295,7 @@ class _Search:
     def _levels(self, unchanged: _Reading) -> Iterator[list[_Reading]]:
         """Yield readings without a change of roots, then those with roots one level deep, then two levels deep."""
         for dropped, added in ((self.given, ""), ("", self.given)):
-            part, place = self.checkpoint_tree.find(dropped), self.model_tree.find(added)
-            if part is not None and place is not None:
+            if self.checkpoint_tree.find(dropped) is not None and self.model_tree.find(added) is not None:
                 break
         else:
             return

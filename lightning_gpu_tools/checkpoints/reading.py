@@ -148,7 +148,7 @@ def _opened(path: str | os.PathLike[str], opened: Structure | None) -> Iterator[
 
 
 def _loaded(structure: Structure, load: Callable[[Structure], Any], map_location: Any) -> Any:
-    """Return the contents of an open file or folder; ``load`` returns those of a file."""
+    """Return the contents of an open file or folder; ``load`` returns those of a file by torch."""
     if structure.assemble is None:
         return load(structure)
     shards = structure.shards
@@ -161,22 +161,22 @@ def _loaded(structure: Structure, load: Callable[[Structure], Any], map_location
             return leaf
         for part in leaf.parts:
             if part.file not in numbers and 0 not in part.shape:
-                numbers[part.file] = _mapped_bytes(shards[part.file].file)
-        return _moved(_joined(leaf, numbers), map_location)
+                numbers[part.file] = _mapped_bytes(shards.get(part.file, structure).file)
+        tensor = _joined(leaf, numbers)
+        is_device = isinstance(map_location, (str, torch.device)) and str(map_location) != "cpu"
+        return tensor.to(map_location) if is_device else tensor
 
-    return _rebuilt(structure.assemble({name: load(shards[name]) for name in structure.loaded}), replaced, {})
+    contents = {name: _loaded(shards[name], load, map_location) for name in structure.loaded}
+    return _rebuilt(structure.assemble(contents), replaced, {})
 
 
 def _load_file(structure: Structure, map_location: Any, weights_only: bool) -> Any:
-    """Return the contents of an open file; its numbers are mapped where possible.
+    """Return the contents of an open file by torch; its numbers are mapped where possible.
 
     Raises:
         UnsafeCheckpointError: The file holds more than plain data, and ``weights_only`` is true.
         BrokenCheckpointError: Torch cannot rebuild the contents.
     """
-    if not structure.is_of_torch:
-        make = _mapped(structure)
-        return OrderedDict((name, _moved(make(info), map_location)) for name, info in structure.content.items())
     if weights_only:
         _refuse_code(structure)
         _warn_of_old_torch()
@@ -314,12 +314,6 @@ def _mapped_bytes(file: BinaryIO) -> torch.UntypedStorage:
         return torch.frombuffer(file.getbuffer(), dtype=torch.uint8).untyped_storage()
     size_bytes = file.seek(0, os.SEEK_END)
     return torch.from_file(_path_of(file), shared=False, size=size_bytes, dtype=torch.uint8).untyped_storage()
-
-
-def _moved(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
-    """Return the tensor on the device ``map_location``, if that is a device or its name."""
-    is_device = isinstance(map_location, (str, torch.device)) and str(map_location) != "cpu"
-    return tensor.to(map_location) if is_device else tensor
 
 
 def _dtype_of(name: str) -> torch.dtype:

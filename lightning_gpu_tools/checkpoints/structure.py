@@ -84,7 +84,7 @@ def comes_from_contents(error: Exception) -> bool:
     return not isinstance(error, OSError) or error.errno in (None, errno.EINVAL)
 
 
-# Not frozen: that takes three times as long, and a file may describe 300,000 of them.
+# These are not frozen: that takes three times as long, and a file may describe 300,000 of each.
 @dataclass(slots=True, unsafe_hash=True)
 class StorageInfo:
     """A block of numbers in the file."""
@@ -100,11 +100,11 @@ class StorageInfo:
         return self.numel * BYTES_OF_DTYPE[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Part:
     """A block of a tensor, stored in one of the files."""
 
-    file: str
+    file: str  # name of the file in the folder; "" for a checkpoint of one file
     start: int  # offset of the first number in the file, in bytes
     offsets: tuple[int, ...]  # in the tensor
     shape: tuple[int, ...]
@@ -126,10 +126,11 @@ class TensorInfo:
     laid_out: tuple[int, ...] = ()  # the shape that the parts fill: the tensor's own, or a flat one
 
 
-def plain_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    """Describe a tensor whose numbers are a block of its own, in order. ``Structure.places`` has its place by name."""
+def plain_tensor(dtype: str, shape: tuple[int, ...], start: int) -> TensorInfo:
+    """Describe a tensor whose numbers are a block of its own, in order, from this byte of the file on."""
     strides = (1, *itertools.accumulate(reversed(shape), operator.mul))[: len(shape)]
-    return TensorInfo(dtype, shape, StorageInfo(name, dtype, "cpu", math.prod(shape)), 0, strides[::-1])
+    part = Part("", start, (0,) * len(shape), shape, strides[::-1])
+    return TensorInfo(dtype, shape, None, parts=(part,), laid_out=shape)
 
 
 def are_sizes(numbers: Sequence[Any]) -> bool:
@@ -181,12 +182,12 @@ class Structure:
     content: Any  # as returned by torch.load, but with descriptions instead of tensors and other objects
     globals: set[str]  # as in InertUnpickler
     devices: set[str]  # that it was saved from
-    is_of_torch: bool = True  # whether torch.load reads it; if not, the content is tensors by name
     records: Mapping[str, Record] = field(default_factory=dict)  # of a zip file that torch can map
     places: Mapping[str, int] = field(default_factory=dict)  # offsets of storages
     shards: Mapping[str, Structure] = field(default_factory=dict)  # by name, the files of a folder
     loaded: Sequence[str] = ()  # shards with other contents than numbers
-    assemble: Callable[[Mapping[str, Any]], Any] | None = None  # takes the contents of these, described or loaded
+    # Takes the contents of these, described or loaded; None for a file by torch.
+    assemble: Callable[[Mapping[str, Any]], Any] | None = None
 
     @property
     def name(self) -> str:
@@ -202,30 +203,6 @@ class Structure:
     def has_checksums(self) -> bool:
         """Whether damaged weights can be detected; not in safetensors or in files from before torch 1.6."""
         return all(any(record.crc for record in file.records.values()) for file in self.files)
-
-
-def assembled(
-    path: str,
-    form: str,
-    shards: Mapping[str, Structure],
-    loaded: Sequence[str],
-    assemble: Callable[[Mapping[str, Any]], Any],
-) -> Structure:
-    """Return several files as one checkpoint. The arguments are as in :class:`Structure`."""
-    with any_error_is(damaged("its files do not belong together")):
-        content = assemble({name: shards[name].content for name in loaded})
-    return Structure(
-        None,
-        path,
-        sum(shard.size_bytes for shard in shards.values()),
-        form,
-        content,
-        set().union(*(shards[name].globals for name in loaded)),
-        set().union(*(shard.devices for shard in shards.values())),
-        shards=shards,
-        loaded=loaded,
-        assemble=assemble,
-    )
 
 
 def compare_with_checksums(structure: Structure) -> None:

@@ -5,10 +5,10 @@ A new format is a module here, and an entry in ``_FILES`` or ``_FOLDERS``. A for
 - ``recognizes(head)``: whether a file that begins with ``head``, its first KiB, is of this format. No two formats
   recognize the same file;
 - ``describe(file, path, size_bytes)``, which reads the description in an open file and checks it against the contents.
-  Errors to raise: :class:`Fault`, which may have advice; ``ValueError`` and the like mean that the two do not match.
-  ``Structure.records`` have checksums for ``checkpoint verify``. If torch cannot load the file, ``is_of_torch`` is
-  false, ``content`` has tensors made with ``structure.plain_tensor``, and ``places`` their first byte in the file, by
-  name. The file is then mapped. Numbers in another byte order are a fault.
+  Errors to raise: :class:`Fault`, which may have advice; any other means that the two do not match.
+  ``Structure.records`` have checksums for ``checkpoint verify``. If torch cannot load the file, ``assemble`` returns
+  the content, with tensors made with ``structure.plain_tensor``, which are then mapped. Numbers in another byte order
+  are a fault.
 
 Its suffix is one of ``structure.SUFFIXES``.
 
@@ -16,15 +16,16 @@ A format with several files has
 
 - ``FILES``: a pattern for names of which a folder of this format has at least one;
 - ``PART``: a pattern for names of files that are not a checkpoint without the others;
-- ``describe_folder(folder)``, which returns what ``structure.assembled`` returns. If it takes time to look up the
-  places of all numbers, it does so only for ``folder.to_load``.
+- ``DAMAGE``: what errors other than :class:`Fault` mean;
+- ``describe_folder(folder)``, which returns what ``folder.assembled`` returns. If it takes time to look up the places
+  of all numbers, it does so only for ``folder.to_load``.
 """
 
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -103,8 +104,9 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
     form, folder, names = _files_at(local)
     if form is None or not os.path.exists(local):
         return None
-    structure: Structure = form.describe_folder(Folder(folder, names, stack, to_load))
-    return replace(structure, path=path)
+    with any_error_is(damaged(form.DAMAGE)):
+        structure: Structure = form.describe_folder(Folder(path, folder, names, stack, to_load))
+        return structure
 
 
 def _files_at(path: str) -> tuple[Any, str, set[str]]:
@@ -164,14 +166,15 @@ def describe(file: BinaryIO, path: str) -> Structure:
         raise other_file(path, size_bytes, head)
 
 
+@dataclass(frozen=True)
 class Folder:
     """A folder with the files of a checkpoint, which stay open until the stack is closed."""
 
-    def __init__(self, path: str, names: set[str], stack: contextlib.ExitStack, to_load: bool) -> None:
-        self.path = path
-        self.names = names  # of its files; only the index's if that is what the user named
-        self.to_load = to_load  # whether its numbers will be read, not only described
-        self._stack = stack
+    given: str  # the path that the user named: of the folder, of one around it, or of an index
+    path: str
+    names: set[str]  # of its files; only the index's if that is what the user named
+    stack: contextlib.ExitStack
+    to_load: bool  # whether its numbers will be read, not only described
 
     def check_names(self, names: Iterable[Any]) -> list[str]:
         """Return each name once; raise unless the folder has a file or a link with each name."""
@@ -188,11 +191,32 @@ class Folder:
 
     def open(self, name: str) -> BinaryIO:
         """Open a file."""
-        return self._stack.enter_context(opened(os.path.join(self.path, name)))
+        return self.stack.enter_context(opened(os.path.join(self.path, name)))
 
     def describe(self, name: str) -> Structure:
         """Describe a file that is a checkpoint by itself."""
         return describe(self.open(name), os.path.join(self.path, name))
+
+    def assembled(
+        self,
+        form: str,
+        shards: Mapping[str, Structure],
+        loaded: Sequence[str],
+        assemble: Callable[[Mapping[str, Any]], Any],
+    ) -> Structure:
+        """Return several files as one checkpoint. The arguments are as in :class:`Structure`."""
+        return Structure(
+            None,
+            self.given,
+            sum(shard.size_bytes for shard in shards.values()),
+            form,
+            assemble({name: shards[name].content for name in loaded}),
+            set().union(*(shards[name].globals for name in loaded)),
+            set().union(*(shard.devices for shard in shards.values())),
+            shards=shards,
+            loaded=loaded,
+            assemble=assemble,
+        )
 
 
 def is_plain_name(name: Any) -> bool:

@@ -14,9 +14,7 @@ from lightning_gpu_tools.checkpoints.structure import (
     Part,
     Structure,
     TensorInfo,
-    any_error_is,
     are_sizes,
-    assembled,
     damaged,
 )
 from lightning_gpu_tools.units import printable
@@ -37,7 +35,7 @@ _OWN_ENTRIES = frozenset(
 )
 _OPTIMIZER, _RANKS = "optimizer_state_dict", "partition_count"
 _GROUPS, _GROUPS_OF_STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
-_DAMAGE = "its files do not describe a ZeRO checkpoint"
+DAMAGE = "its files do not describe a ZeRO checkpoint"
 
 Shards = Sequence[Structure]  # by rank
 Shapes = Mapping[str, tuple[int, ...]]
@@ -59,25 +57,24 @@ def describe_folder(folder: Folder) -> Structure:
     models = [folder.describe(name) for name in model_names or [_WHOLE_MODEL]]
     optimizers = [folder.describe(name) for name in optimizer_names]
     loaded = models[0].name
-    with any_error_is(damaged(_DAMAGE)):
-        model: Mapping[str, Any] = models[0].content
-        split: dict[str, TensorInfo] = {}
-        if model["param_shapes"] is not None:  # None: nothing is split, stage 0
-            _check_ranks(optimizers)
-            if is_whole:
-                split = dict(_join_stages_1_and_2(model["param_shapes"], optimizers))
-            else:
-                _check_ranks(models)
-                split = dict([*_join_stage_3(model["param_shapes"], optimizers), *_join_frozen(models)])
-            tied = model["shared_params"].items()
-            split.update((name, split[stored]) for name, stored in tied if stored in split)
-        buffers = set(model["buffer_names"])
+    model: Mapping[str, Any] = models[0].content
+    split: dict[str, TensorInfo] = {}
+    if model["param_shapes"] is not None:  # None: nothing is split, stage 0
+        _check_ranks(optimizers)
+        if is_whole:
+            split = dict(_join_stages_1_and_2(model["param_shapes"], optimizers))
+        else:
+            _check_ranks(models)
+            split = dict([*_join_stage_3(model["param_shapes"], optimizers), *_join_frozen(models)])
+        tied = model["shared_params"].items()
+        split.update((name, split[stored]) for name, stored in tied if stored in split)
+    buffers = set(model["buffer_names"])
 
     def assemble(contents: Mapping[str, Any]) -> Any:
         content = contents[loaded]
         weights: OrderedDict[str, Any] = OrderedDict(content["module"])
         if not split.keys() <= weights.keys():
-            raise damaged(_DAMAGE)
+            raise damaged(DAMAGE)
         for name, value in weights.items():  # at stage 3 there is only an empty tensor for each parameter
             is_empty = not is_whole and tuple(getattr(value, "shape", None) or ()) == (0,)
             if is_empty and name not in split and name not in buffers:
@@ -88,7 +85,7 @@ def describe_folder(folder: Folder) -> Structure:
         return {**{name: entry for name, entry in content.items() if name not in _OWN_ENTRIES}, "state_dict": weights}
 
     shards = {shard.name: shard for shard in (*models, *optimizers)}
-    return assembled(folder.path, "DeepSpeed", shards, [loaded], assemble)
+    return folder.assembled("DeepSpeed", shards, [loaded], assemble)
 
 
 def _by_rank(names: set[str], pattern: re.Pattern[str]) -> list[str]:
@@ -121,7 +118,7 @@ def _join_stages_1_and_2(param_shapes: Sequence[Shapes], optimizers: Shards) -> 
     states = [shard.content[_OPTIMIZER] for shard in optimizers]
     paddings = states[0].get("param_alignment_paddings") or [[0] * len(shapes) for shapes in param_shapes]
     if {len(paddings), *(len(state[_GROUPS]) for state in states)} != {len(param_shapes)}:
-        raise damaged(_DAMAGE)
+        raise damaged(DAMAGE)
     align = 2 * len(states)  # "Z2 started to align to 2*world_size to improve nccl performance"
     for number, shapes in enumerate(param_shapes):
         dtype = states[0][_GROUPS][number].dtype
@@ -133,7 +130,7 @@ def _join_stages_1_and_2(param_shapes: Sequence[Shapes], optimizers: Shards) -> 
             yield key, _joined(dtype, shape, [row], at)
             at += math.prod(shape) + padding
         if -(-at // align) != -(-_length(row) // align):
-            raise damaged(_DAMAGE)
+            raise damaged(DAMAGE)
 
 
 def _join_stage_3(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterator[tuple[str, TensorInfo]]:
@@ -146,7 +143,7 @@ def _join_stage_3(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterato
         yield key, _joined(dtype, shape, rows, at)
         at += -(-math.prod(shape) // len(rows))
     if {*map(_length, rows)} != {at}:
-        raise damaged(_DAMAGE)
+        raise damaged(DAMAGE)
 
 
 def _join_frozen(models: Shards) -> Iterator[tuple[str, TensorInfo]]:
@@ -162,7 +159,7 @@ def _row(shard: Structure, tensors: Sequence[TensorInfo], dtype: str) -> list[Pi
     row = []
     for info in tensors:
         if info.kind or len(info.shape or ()) != 1 or info.strides != (1,) or info.dtype != dtype:
-            raise damaged(_DAMAGE)
+            raise damaged(DAMAGE)
         start = shard.places[info.storage.key] + info.offset * BYTES_OF_DTYPE[dtype]  # type: ignore[union-attr]
         row.append((shard.name, start, info.shape[0]))  # type: ignore[index]
     return row
@@ -188,5 +185,5 @@ def _joined(dtype: str, shape: tuple[int, ...], rows: Sequence[Sequence[Piece]],
                 parts.append(Part(name, start + skipped * BYTES_OF_DTYPE[dtype], (end,), (taken,), (1,)))
             skip, take, end = skip - skipped, take - taken, end + taken
         if take:
-            raise damaged(_DAMAGE)
+            raise damaged(DAMAGE)
     return TensorInfo(dtype, shape, None, laid_out=(end,), parts=tuple(parts))

@@ -16,10 +16,7 @@ from lightning_gpu_tools.checkpoints.structure import (
     Fault,
     Structure,
     TensorInfo,
-    any_error_is,
     are_sizes,
-    assembled,
-    damaged,
     is_shape,
     plain_tensor,
 )
@@ -34,6 +31,7 @@ DTYPE_OF_SAFETENSORS = {
 }  # fmt: skip
 PART = re.compile(r".+-\d{5}-of-(?!00001\.)\d{5}\.\w+")  # model-00001-of-00002.safetensors
 FILES = re.compile(rf"{INDEX.pattern}|{PART.pattern}")
+DAMAGE = "it is not an index of shards"
 _MAX_INDEX_BYTES = 128 << 20  # a million weights
 
 
@@ -52,7 +50,6 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     start = 8 + length
     header.pop("__metadata__", None)
     content: dict[str, TensorInfo] = {}
-    places: dict[str, int] = {}
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype = DTYPE_OF_SAFETENSORS.get(entry["dtype"])
@@ -66,11 +63,10 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         end = last
         if math.prod(shape) * BYTES_OF_DTYPE[dtype] != last - first:
             raise ValueError("a shape that does not match its numbers")
-        content[name] = plain_tensor(name, dtype, shape)
-        places[name] = start + first
+        content[name] = plain_tensor(dtype, shape, start + first)
     if start + end != size_bytes:
         raise ValueError("bytes that belong to no tensor")
-    return Structure(file, path, size_bytes, "safetensors", content, set(), {"cpu"}, is_of_torch=False, places=places)
+    return Structure(file, path, size_bytes, "safetensors", content, set(), {"cpu"}, assemble=lambda _: content)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -88,14 +84,13 @@ def describe_folder(folder: Folder) -> Structure:
         raise Fault("is a folder", f"It holds {len(indexes)} checkpoints. Use one of them: {listed(indexes)}")
     if not indexes:
         raise Fault("holds shards of a checkpoint without their index", "Copy or download all files.")
-    with any_error_is(damaged("it is not an index of shards")):  # nor is longer text, which is cut off here
-        text = folder.open(indexes[0]).read(_MAX_INDEX_BYTES)
-        file_of: dict[str, str] = dict(json.loads(text, object_pairs_hook=_without_repeats)["weight_map"])
-        if not file_of or not all(isinstance(name, str) for name in file_of.values()):
-            raise ValueError("no names of files")
+    text = folder.open(indexes[0]).read(_MAX_INDEX_BYTES)  # longer text is cut, and so no index
+    file_of: dict[str, str] = dict(json.loads(text, object_pairs_hook=_without_repeats)["weight_map"])
+    if not file_of or not all(isinstance(name, str) for name in file_of.values()):
+        raise ValueError("no names of files")
     files = folder.check_names(file_of.values())
     shards = {shard: folder.describe(shard) for shard in files}
-    return assembled(folder.path, shards[files[0]].format, shards, files, lambda contents: _merged(file_of, contents))
+    return folder.assembled(shards[files[0]].format, shards, files, lambda contents: _merged(file_of, contents))
 
 
 def _merged(file_of: Mapping[str, str], contents: Mapping[str, Any]) -> OrderedDict[str, Any]:

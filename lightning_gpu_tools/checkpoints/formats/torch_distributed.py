@@ -19,9 +19,7 @@ from lightning_gpu_tools.checkpoints.structure import (
     Record,
     Structure,
     TensorInfo,
-    any_error_is,
     are_sizes,
-    assembled,
     damaged,
     is_shape,
 )
@@ -30,7 +28,7 @@ from lightning_gpu_tools.units import printable
 FILES = PART = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")
 _METADATA = ".metadata"
 _EXTRA = "meta.pt"
-_DAMAGE = "its .metadata does not describe a checkpoint"
+DAMAGE = "its .metadata does not describe a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,29 +67,28 @@ def describe_folder(folder: formats.Folder) -> Structure:
     if _METADATA not in folder.names:
         fault = "is a checkpoint by torch.distributed.checkpoint without .metadata, which is written last"
         raise Fault(fault, "Probably the save was interrupted. Use an earlier checkpoint.")
-    with any_error_is(damaged(_DAMAGE)):
-        objects, paths = _read_metadata(folder.open(_METADATA))
-        shards = _files_of([block for _, blocks in objects.values() for block in blocks], folder)
-        tree: dict[str, Any] = {}
-        for key, (info, blocks) in objects.items():
-            value: Any = info
-            if info is None:
-                found = _described(shards, blocks[0])
-                value = found.content
-                if folder.to_load:  # it is loaded like a file of its own
-                    found.file.seek(0)
-                    value = replace(found, file=io.BytesIO(found.file.read()))
-            elif folder.to_load:
-                value = replace(info, parts=tuple(_part(shards, key, info.dtype, block) for block in blocks))
-            _put(tree, paths.get(key, (key,)), value)
-        content = _with_lists(tree)
+    objects, paths = _read_metadata(folder.open(_METADATA))
+    shards = _files_of([block for _, blocks in objects.values() for block in blocks], folder)
+    tree: dict[str, Any] = {}
+    for key, (info, blocks) in objects.items():
+        value: Any = info
+        if info is None:
+            found = _described(shards, blocks[0])
+            value = found.content
+            if folder.to_load:  # it is loaded like a file of its own
+                found.file.seek(0)
+                value = replace(found, file=io.BytesIO(found.file.read()))
+        elif folder.to_load:
+            value = replace(info, parts=tuple(_part(shards, key, info.dtype, block) for block in blocks))
+        _put(tree, paths.get(key, (key,)), value)
+    content = _with_lists(tree)
     loaded = [_EXTRA] if _EXTRA in folder.names else []
     shards.update((name, folder.describe(name)) for name in loaded)
 
     def assemble(contents: Mapping[str, Any]) -> Any:
         return _with_extra(content, contents.get(_EXTRA, {}))
 
-    return assembled(folder.path, "torch.distributed.checkpoint", shards, loaded, assemble)
+    return folder.assembled("torch.distributed.checkpoint", shards, loaded, assemble)
 
 
 _Objects = dict[str, tuple[TensorInfo | None, list[_Place]]]
@@ -118,7 +115,7 @@ def _read_metadata(file: BinaryIO) -> tuple[_Objects, Mapping[str, Any]]:
         blocks = [_Place(*place_of[key, chunk["offsets"]], chunk["offsets"], chunk["sizes"]) for chunk in chunks]
         numbers = [shape, *(part for block in blocks for part in (block.offsets, block.shape))]
         if dtype not in BYTES_OF_DTYPE or not all(len(part) == len(shape) and is_shape(part) for part in numbers):
-            raise damaged(_DAMAGE)
+            raise damaged(DAMAGE)
         filled = [block for block in blocks if 0 not in block.shape]
         if not _make_up(shape, [tuple(zip(block.offsets, block.shape, strict=True)) for block in filled]):
             raise damaged(f"the parts of {printable(key)} do not make up its shape {printable(shape)}")
@@ -144,7 +141,7 @@ def _make_up(shape: tuple[int, ...], blocks: list[tuple[tuple[int, int], ...]]) 
 
 def _state(described: Any, kind: str) -> Any:
     if not isinstance(described, Opaque) or not described.kind.endswith(f".{kind}"):
-        raise damaged(_DAMAGE)
+        raise damaged(DAMAGE)
     return described.state
 
 
@@ -153,7 +150,7 @@ def _files_of(places: list[_Place], folder: formats.Folder) -> dict[str, Structu
     end = dict.fromkeys(folder.check_names(place.file for place in places), 0)
     for place in sorted(places, key=lambda place: (place.file, place.start)):
         if not are_sizes((place.start, place.size_bytes)) or place.start < end[place.file]:
-            raise damaged(_DAMAGE)
+            raise damaged(DAMAGE)
         end[place.file] = place.start + place.size_bytes
     files = {}
     for name, needed in end.items():
@@ -191,11 +188,11 @@ def _part(shards: Mapping[str, Structure], key: str, dtype: str, place: _Place) 
 def _put(tree: dict[Any, Any], path: Any, value: Any) -> None:
     *way, last = path
     if len(path) > MAX_DEPTH or not all(type(name) in (str, int) for name in path):
-        raise damaged(_DAMAGE)
+        raise damaged(DAMAGE)
     for name in way:
         tree = tree.setdefault(name, {})
     if last in tree:
-        raise damaged(_DAMAGE)
+        raise damaged(DAMAGE)
     tree[last] = value
 
 
