@@ -37,20 +37,13 @@ from torch.optim.swa_utils import AveragedModel
 sys.path.append(str(TESTS))
 
 from sharded_checkpoints import write_deepspeed, write_index
+from wrapped_models import System, compiled
 
 from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.key_renaming import plan_renaming
 from lightning_gpu_tools.checkpoints.state_dicts import read_model, shape_of
 
 Weights = dict[str, Any]
-
-
-class System(nn.Module):
-    """A module with the network as an attribute, like a LightningModule."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
 
 
 class WithModuleChild(nn.Module):
@@ -63,10 +56,6 @@ class WithModuleChild(nn.Module):
 
 def plain_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-
-def compiled(net: nn.Module) -> nn.Module:
-    return torch.compile(net, backend="eager")  # type: ignore[return-value]
 
 
 WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {

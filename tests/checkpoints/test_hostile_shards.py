@@ -21,35 +21,98 @@ from lightning_gpu_tools.checkpoints.reading import read_checkpoint, verify_chec
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 
 WEIGHTS = {"a": torch.rand(4, 3), "b": torch.rand(3), "c": torch.rand(2)}
+SECOND, PARALLEL = "model-00002-of-00002.safetensors", "mp_rank_01_model_states.pt"
+Edit = Callable[[Path], object]
 
 
-def edit_index(index: Path, edit: Callable[[dict[str, str]], object]) -> None:
-    content = json.loads(index.read_text())
-    edit(content["weight_map"])
-    index.write_text(json.dumps(content))
+def in_index(edit: Callable[[dict[str, str]], object]) -> Edit:
+    def change(index: Path) -> None:
+        content = json.loads(index.read_text())
+        edit(content["weight_map"])
+        index.write_text(json.dumps(content))
+
+    return change
 
 
-SECOND = "model-00002-of-00002.safetensors"
+def in_metadata(edit: Callable[[Metadata], object]) -> Edit:
+    def change(folder: Path) -> None:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        edit(metadata)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return change
 
 
-def test_an_index_names_files_of_its_own_folder_only(tmp_path: Path) -> None:
-    index = write_index(tmp_path / "folder", WEIGHTS, 2)
-    shutil.copy(tmp_path / "folder" / SECOND, tmp_path / "other.safetensors")
-    edit_index(index, lambda weight_map: weight_map.update(c="../other.safetensors"))
-    refuse_everywhere(index, "refers to a file outside its own folder.*It was not opened")
+def place(metadata: Metadata, key: str) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == key)  # type: ignore[union-attr]
+
+
+def in_file(pattern: str, edit: Callable[[dict[str, Any]], object]) -> Edit:
+    def change(folder: Path) -> None:
+        file = next((folder / "tag").glob(pattern))
+        content = torch.load(file)
+        edit(content)
+        torch.save(content, file)
+
+    return change
+
+
+def turn_bytes(folder: Path) -> None:
+    file = next((folder / "tag").glob("zero_pp_rank_1*"))
+    other = {"little": b"big", "big": b"little"}[sys.byteorder]
+    records = [(name, other if name.endswith("byteorder") else data) for name, data in records_of(file.read_bytes())]
+    file.write_bytes(zipped(records))
+
+
+def move_outside(folder: Path) -> None:
+    (folder / "tag").rename(folder.parent / "elsewhere")
+    (folder / "latest").write_text("../elsewhere")
+
+
+def index(folder: Path) -> Path:
+    return write_index(folder, WEIGHTS, 2)
+
+
+def distributed(folder: Path) -> Path:
+    return write_distributed(folder, {"a": divided(WEIGHTS["a"].clone(), [1]), "b": WEIGHTS["b"]})
+
+
+def zero(stage: int) -> Callable[[Path], Path]:
+    return lambda folder: write_deepspeed(folder, [WEIGHTS], 2, stage)
+
+
+OUTSIDE = "refers to a file outside its own folder.*It was not opened"
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("make", "edit", "message"),
     [
-        (lambda weight_map: weight_map.update(d=SECOND), f"{SECOND} does not hold d"),
-        (lambda weight_map: weight_map.pop("b"), "model-00001-of-00002.safetensors also holds b"),
+        (index, in_index(lambda files: files.update(c="../other.safetensors")), OUTSIDE),
+        (index, in_index(lambda files: files.update(d=SECOND)), f"{SECOND} does not hold d"),
+        (index, in_index(lambda files: files.pop("b")), "model-00001-of-00002.safetensors also holds b"),
+        (distributed, in_metadata(lambda m: setattr(place(m, "a"), "relative_path", "../secret.pt")), OUTSIDE),
+        (distributed, in_metadata(lambda m: setattr(place(m, "b"), "length", 1 << 40)), "cut short|does not describe"),
+        (distributed, in_metadata(lambda m: m.state_dict_metadata["a"].chunks.pop()), "parts of a do not make up its"),
+        (
+            zero(2),
+            in_file("mp*", lambda c: c["param_shapes"][0].update(a=torch.Size([9, 9]))),
+            "do not describe a ZeRO",
+        ),
+        (zero(3), in_file("*_0_*_m*", lambda c: c["module"].update(new=torch.zeros(0))), "has the numbers of new"),
+        (
+            zero(2),
+            in_file("*_1_*", lambda c: c["optimizer_state_dict"].update(partition_count=4)),
+            "from 4 ranks, but .* 2",
+        ),
+        (zero(2), turn_bytes, "was written on a machine with another byte order.*Convert it"),
+        (zero(1), lambda folder: (folder / "tag" / PARALLEL).touch(), f"parallelism other than ZeRO \\({PARALLEL}\\)"),
+        (zero(1), move_outside, "is a folder without shards of a checkpoint"),  # `latest` names folders inside
     ],
 )
-def test_an_index_that_disagrees_with_its_shards_is_refused(edit: Any, message: str, tmp_path: Path) -> None:
-    index = write_index(tmp_path, WEIGHTS, 2)
-    edit_index(index, edit)
-    refuse_everywhere(index, message)
+def test_a_folder_that_contradicts_itself_is_refused(make: Any, edit: Edit, message: str, tmp_path: Path) -> None:
+    source = make(tmp_path / "folder")
+    edit(source)
+    refuse_everywhere(source, message)
 
 
 def test_a_folder_of_links_is_one_checkpoint(tmp_path: Path) -> None:
@@ -63,39 +126,15 @@ def test_a_folder_of_links_is_one_checkpoint(tmp_path: Path) -> None:
     refuse_everywhere(tmp_path / "snapshot", "not complete: 1 of 2 files are missing")
 
 
-def edit_metadata(folder: Path, edit: Callable[[Metadata], object]) -> None:
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    edit(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def place(metadata: Metadata, key: str) -> Any:
-    return next(info for index, info in metadata.storage_data.items() if index.fqn == key)  # type: ignore[union-attr]
-
-
 def test_nothing_in_a_folder_runs(tmp_path: Path) -> None:
     folder, witness = write_distributed(tmp_path / "dcp", {**WEIGHTS, "x": {"y": 1}}), tmp_path / "it ran"
-    edit_metadata(folder, lambda metadata: setattr(metadata, "planner_data", {"x": Exploit(witness)}))
+    in_metadata(lambda metadata: setattr(metadata, "planner_data", {"x": Exploit(witness)}))(folder)
     for act in (read_structure, verify_checkpoint, read_checkpoint):
         with contextlib.suppress(CheckpointError):
             act(folder)
     assert not witness.exists()
     torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
     assert witness.exists(), "the folder is harmless, so the test proves nothing"
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda m: setattr(place(m, "a"), "relative_path", "../secret.pt"), "a file outside its own folder"),
-        (lambda m: setattr(place(m, "b"), "length", 1 << 40), "cut short|does not describe a checkpoint"),
-        (lambda m: m.state_dict_metadata["a"].chunks.pop(), "parts of a do not make up its shape"),
-    ],
-)
-def test_metadata_that_contradicts_itself_is_refused(edit: Any, message: str, tmp_path: Path) -> None:
-    folder = write_distributed(tmp_path / "dcp", {"a": divided(WEIGHTS["a"].clone(), [1]), "b": WEIGHTS["b"]})
-    edit_metadata(folder, edit)
-    refuse_everywhere(folder, message)
 
 
 def test_metadata_that_contradicts_the_files_is_refused_before_loading(tmp_path: Path) -> None:
@@ -109,28 +148,6 @@ def test_metadata_that_contradicts_the_files_is_refused_before_loading(tmp_path:
             act(folder)
 
 
-def edit_file(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    content = torch.load(path)
-    edit(content)
-    torch.save(content, path)
-
-
-@pytest.mark.parametrize(
-    ("stage", "file", "edit", "message"),
-    [
-        (2, "mp*", lambda c: c["param_shapes"][0].update(a=torch.Size([9, 9])), "do not describe a ZeRO"),
-        (3, "*_0_*_m*", lambda c: c["module"].update(new=torch.zeros(0)), "no file has the numbers of new"),
-        (2, "*_1_*", lambda c: c["optimizer_state_dict"].update(partition_count=4), "is from 4 ranks, but it has 2"),
-    ],
-)
-def test_deepspeeds_files_that_contradict_each_other_are_refused(
-    stage: int, file: str, edit: Any, message: str, tmp_path: Path
-) -> None:
-    folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, stage)
-    edit_file(next((folder / "tag").glob(file)), edit)
-    refuse_everywhere(folder, message)
-
-
 @pytest.mark.parametrize("key", ["a", "step"])
 def test_verify_finds_a_flipped_bit_in_any_place(key: str, tmp_path: Path) -> None:
     folder = write_distributed(tmp_path / "dcp", {"a": divided(torch.full((64,), 7.0), [9]), "step": [*range(1000)]})
@@ -141,26 +158,3 @@ def test_verify_finds_a_flipped_bit_in_any_place(key: str, tmp_path: Path) -> No
     words = r"__0_0\.distcp is damaged: the checksum of the record .* is wrong"
     with pytest.raises(BrokenCheckpointError, match=words):
         verify_checkpoint(folder)
-
-
-def test_numbers_of_another_byte_order_are_refused(tmp_path: Path) -> None:
-    folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, 2)
-    file = next((folder / "tag").glob("zero_pp_rank_1*"))
-    other = {"little": b"big", "big": b"little"}[sys.byteorder]
-    records = [(name, other if name.endswith("byteorder") else data) for name, data in records_of(file.read_bytes())]
-    file.write_bytes(zipped(records))
-    refuse_everywhere(folder, "was written on a machine with another byte order.*Convert it")
-
-
-def test_a_model_that_more_than_zero_has_split_is_refused(tmp_path: Path) -> None:
-    name = "mp_rank_01_model_states.pt"
-    folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, 1)
-    (folder / "tag" / name).touch()
-    refuse_everywhere(folder, f"parallelism other than ZeRO \\({name}\\)")
-
-
-def test_latest_names_a_folder_inside(tmp_path: Path) -> None:
-    folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, 1)
-    (folder / "tag").rename(tmp_path / "elsewhere")
-    (folder / "latest").write_text("../elsewhere")
-    refuse_everywhere(folder, "is a folder without shards of a checkpoint")

@@ -22,11 +22,6 @@ from checkpoint_files import (
     described_by,
     number,
     open_in_every_way,
-    refuse_everywhere,
-    saved,
-    sizes,
-    storage,
-    tensor,
     text,
 )
 from hypothesis import given
@@ -159,16 +154,9 @@ def test_weights_that_are_objects_are_named_and_not_opened(tmp_path: Path) -> No
         torch.save(content, path)
         with pytest.raises(UnsafeCheckpointError) as refused:
             load_weights(torch.nn.Linear(2, 2), path)
-        words = str(refused.value)
-        assert f"would import or call {EXPLOIT}." in words
-        assert f"load_weights(model, {str(path)!r}, weights_only=False), which runs its code." in words
+        assert f"would import or call {EXPLOIT}." in str(refused.value)
         assert [main(["checkpoint", action, str(path)]) for action in ("inspect", "verify")] == [0, 1]
         assert not witness.exists()
-
-
-def write(path: Path, program: bytes) -> Path:
-    path.write_bytes(described_by(program))
-    return path
 
 
 # A call that torch would follow to memory that is not the file's, or to much more than the file is long.
@@ -182,33 +170,13 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_that_plain_data_never_needs_are_refused(name: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "last.ckpt", CALLS[name])
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(described_by(CALLS[name]))
     with pytest.raises(UnsafeCheckpointError, match=rf"would import or call {name}\(\.\.\.\)\."):
         read_checkpoint(path)
 
 
-# -- pickles that declare something else -------------------------------------------------------------------------------
-
-
-DEEP = 100_000
-# Descriptions that contradict the file, and those that torch.save does not write.
-CONTRADICTIONS = {
-    "more numbers than the record has": tensor(storage(5)),
-    "an unknown dtype": tensor(storage(4, kind="FancyStorage")),
-    "a shape beyond the storage": tensor(storage(), 0, sizes(5)),
-    "more elements than 64 bits": tensor(storage(), 0, sizes(2**40, 2**40), sizes(0, 0)),
-    "a negative offset": tensor(storage(), -1),
-    "a state for a tensor": tensor(storage()) + b"(" + tensor(storage()) + number(0) + sizes(9) + sizes(1) + b"tb",
-    "a key nested so deep that hashing ends the process": b"})" + b"\x85" * DEEP + number(1) + b"s",
-    "copies of copies": b"](" + number(7) * 5000 + b"eq\0(c__builtin__\nset\nq\1" + b"h\1h\0\x85R" * 1000 + b"t",
-    "a string beyond the file": b"\x8e" + struct.pack("<Q", 1 << 50) + b"abc",
-}
-
-
-@pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_a_description_that_contradicts_the_file_is_refused(case: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "last.ckpt", CONTRADICTIONS[case])
-    refuse_everywhere(path, "its description and its contents do not match")
+# -- pickles that take memory or end the process ---------------------------------------------------------------------
 
 
 WASTEFUL = {
@@ -250,19 +218,6 @@ def test_no_pickle_program_surprises(tmp_path_factory: pytest.TempPathFactory, p
     path = tmp_path_factory.getbasetemp() / "program.ckpt"
     path.write_bytes(described_by(program))
     open_in_every_way(path)
-
-
-# -- torch's legacy format ---------------------------------------------------------------------------------------------
-
-
-def test_an_old_file_holds_the_storages_that_it_describes(tmp_path: Path) -> None:
-    path, words = tmp_path / "last.ckpt", "its description and its contents do not match"
-    data = saved({"w": torch.ones(4)}, _use_new_zipfile_serialization=False)
-    keys = data.index(b"]q", data.index(b"OrderedDict"))
-    path.write_bytes(data[:keys] + b"]." + data[data.rindex(b"\x04" + bytes(7)) :])
-    refuse_everywhere(path, words)  # torch leaves the memory as it is
-    path.write_bytes(data.replace(struct.pack("<q4f", 4, 1, 1, 1, 1), struct.pack("<q4f", 3, 1, 1, 1, 1)))
-    refuse_everywhere(path, words)
 
 
 # -- what a user can allow ---------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,45 +12,31 @@ from plugin_trainings import Lit, trainer
 from torch import nn
 
 from lightning_gpu_tools import load_from_checkpoint, load_weights
-from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import BrokenCheckpointError
 
 
-def train(folder: Path, **options: Any) -> Path:
-    """Train, and return the folder of the run, as a logger of Lightning has it."""
-    logger = CSVLogger(folder)
-    run = trainer(folder, logger=logger, enable_checkpointing=True, **options)
-    run.fit(Lit())
-    return Path(logger.log_dir)
-
-
-def test_the_folder_of_a_run_leads_to_its_only_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = train(tmp_path)
+@pytest.mark.follows("Use one of them, the newest first: ")
+def test_the_folder_of_a_run_leads_to_its_checkpoints(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer(tmp_path, logger=logger, enable_checkpointing=True).fit(Lit())
+    folder = Path(logger.log_dir)
     (file,) = (folder / "checkpoints").iterdir()
     expected = torch.load(file)["state_dict"]["net.0.weight"]
     os.symlink(file.name, file.with_name("last.ckpt"))  # as save_last="link"
     for place in (folder, folder.parent):
-        target = Lit(seed=1)
-        report = load_weights(target, place)
-        assert report.path == str(file)
+        assert load_weights(target := Lit(seed=1), place).path == str(file)
         assert torch.equal(target.net[0].weight, expected)
     assert torch.equal(load_from_checkpoint(Lit, folder).net[0].weight, expected)
     trainer(tmp_path).test(target := Lit(seed=1), ckpt_path=folder, verbose=False)
     assert torch.equal(target.net[0].weight, expected)
     for command in (("inspect", folder), ("verify", folder), ("convert", folder, tmp_path / "a.pt")):
-        assert main(["checkpoint", *map(str, command)]) == 0
-
-
-@pytest.mark.follows("Use one of them, the newest first: ")
-def test_the_checkpoints_of_a_run_are_named_the_newest_first(tmp_path: Path) -> None:
-    folder = train(tmp_path)
-    (file,) = (folder / "checkpoints").iterdir()
-    shutil.copy(file, file.with_name("older one.ckpt"))
-    os.utime(file.with_name("older one.ckpt"), (1, 1))
+        assert run(*command)[0] == 0
+    older = shutil.copy(file, file.with_name("older one.ckpt"))
+    os.utime(older, (1, 1))
     with pytest.raises(BrokenCheckpointError, match="is a folder with 2 checkpoints") as refusal:
         load_weights(Lit(), folder)
     named = str(refusal.value).partition("the newest first: ")[2].split(", ")
-    assert named == [str(file), str(file.with_name("older one.ckpt"))]
+    assert named == [str(file), str(older)]
     assert all(load_weights(Lit(), path).loaded for path in named)
 
 

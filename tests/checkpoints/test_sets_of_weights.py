@@ -26,17 +26,6 @@ def values(model: nn.Module) -> set[float]:
     return {number for parameter in model.parameters() for number in parameter.flatten().tolist()}
 
 
-def in_lightning(entry: str, average: Any) -> Callable[[Any], dict[str, Any]]:
-    def content(raw: Any) -> dict[str, Any]:
-        state: Any = average
-        *outer, name = entry.split(".")
-        for level in (name, *reversed(outer)):
-            state = {level: state}
-        return {"pytorch-lightning_version": "2.6.6", "state_dict": raw, **state}
-
-    return content
-
-
 def below(root: list[str], keys: Mapping[str, Any]) -> dict[str, Any]:
     return {".".join([*root, key]): value for key, value in keys.items()}
 
@@ -48,12 +37,16 @@ def in_ema_pytorch(raw: Mapping[str, Any], average: Mapping[str, Any]) -> dict[s
 
 AVERAGE = net(2).state_dict()
 AVERAGED_MODEL = AveragedModel(net(2)).state_dict()
-SWA = "callbacks.StochasticWeightAveraging.average_model_state"
+LIGHTNING = {"pytorch-lightning_version": "2.6.6"}
+SWA_STATE = {"callbacks": {"StochasticWeightAveraging": {"average_model_state": AVERAGE}}}
 # As timm, Lightning's callbacks and others write them: content from the raw weights, and the entry of the average.
 SPELLINGS: dict[str, tuple[Callable[[Any], Mapping[str, Any]], str]] = {
     "timm": (lambda raw: {"state_dict": raw, "state_dict_ema": AVERAGE, "epoch": 1}, "state_dict_ema"),
     "an AveragedModel": (lambda raw: {"net": raw, "swa_model": AVERAGED_MODEL}, "swa_model"),
-    "Lightning's SWA": (in_lightning(SWA, AVERAGE), SWA),
+    "Lightning's SWA": (
+        lambda raw: {**LIGHTNING, "state_dict": raw, **SWA_STATE},
+        "callbacks.StochasticWeightAveraging.average_model_state",
+    ),
     "an attribute": (lambda raw: below(["net"], raw) | below(["ema_net"], AVERAGE), "ema_net."),
     "ema-pytorch in a module": (
         lambda raw: below(["net"], raw) | below(["ema"], in_ema_pytorch(raw, AVERAGE)),
@@ -86,8 +79,8 @@ def test_the_average_is_named_and_loaded_on_request(spelling: str, tmp_path: Pat
 
 
 def test_the_trainers_average_is_taken_and_the_raw_weights_named(tmp_path: Path) -> None:
-    content = in_lightning("current_model_state", AVERAGE)(net(1).state_dict())
-    torch.save({**content, "averaging_state": {"n_averaged": torch.tensor(3)}}, tmp_path / "a.ckpt")
+    states = {"state_dict": net(1).state_dict(), "current_model_state": AVERAGE}
+    torch.save({**LIGHTNING, **states, "averaging_state": {"n_averaged": torch.tensor(3)}}, tmp_path / "a.ckpt")
     target = net(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "state_dict" is the average here, as WeightAveraging means it

@@ -39,6 +39,13 @@ BUFFERS = {key: WEIGHTS[key] for key, _ in NET.named_buffers()}
 LIGHTNING = {"pytorch-lightning_version": "2.6.6", "epoch": 3, "hyper_parameters": {}, "loops": None}
 
 
+def loaded_from(path: object) -> str:
+    """Load weights, see that they are right, and return the report."""
+    report = load_weights(net := Net(), str(path))
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), WEIGHTS.values(), strict=True))
+    return str(report)
+
+
 def in_blocks(weights: OrderedDict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: divided(value, [1], [2]) if value.ndim == 2 else divided(value) for key, value in weights.items()}
 
@@ -73,9 +80,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.mark.parametrize("kind", SOURCES)
 def test_shards_are_one_checkpoint_for_every_command(kind: str, tmp_path: Path, run: Run) -> None:
     source = SOURCES[kind](tmp_path / "folder")
-    net = Net()
-    assert f"loaded {len(WEIGHTS)} weights" in load_weights(net, source).summary
-    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), WEIGHTS.values(), strict=True))
+    assert f"loaded {len(WEIGHTS)} weights" in loaded_from(source)
     code, out, _ = run("inspect", source)
     assert code == 0
     assert "layers.0.weight" in out
@@ -86,8 +91,7 @@ def test_shards_are_one_checkpoint_for_every_command(kind: str, tmp_path: Path, 
         code, out, err = run("convert", source, tmp_path / target, *options)
         assert (code, err) == (0, "")
         assert f"{len(WEIGHTS)} weights" in out
-        load_weights(net := Net(), tmp_path / target)
-        assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), WEIGHTS.values(), strict=True))
+        loaded_from(tmp_path / target)
     content = torch.load(tmp_path / "all.ckpt")
     assert ("epoch" in content) == kind.startswith("Lightning")
 
@@ -153,8 +157,7 @@ def test_a_single_shard_is_named_for_what_it_is(kind: str, tmp_path: Path, run: 
     for shard in shards:
         with pytest.raises(BrokenCheckpointError, match=r"one of several files.*: .*/(folder|tag)$") as refused:
             load_weights(Net(), shard, strict=False)
-        load_weights(net := Net(), str(refused.value).rpartition("Use the folder with all files: ")[2])
-        assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), WEIGHTS.values(), strict=True))
+        loaded_from(str(refused.value).rpartition("Use the folder with all files: ")[2])
         assert run("convert", shard, tmp_path / "a.pt")[0] == 1
         assert "is one of several files of a checkpoint" in run("inspect", shard)[2]
     assert not (tmp_path / "a.pt").exists()
@@ -167,8 +170,7 @@ def test_each_index_in_a_folder_is_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(BrokenCheckpointError, match="holds 2 checkpoints") as refused:
         read_checkpoint(tmp_path)
     for name in str(refused.value).rpartition("Use one of them: ")[2].split(", "):
-        load_weights(net := Net(), tmp_path / name)
-        assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), WEIGHTS.values(), strict=True))
+        loaded_from(tmp_path / name)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SOURCES if kind != "DeepSpeed without ZeRO"])

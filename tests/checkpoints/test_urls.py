@@ -4,7 +4,7 @@ import functools
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_gpu_tools import PortableCheckpointIO, load_from_checkpoint, load_weights
-from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import UnreachableError, UnsafeCheckpointError
 
+Run = Callable[..., tuple[int, str, str]]
 WEIGHTS = nn.Linear(2, 2).state_dict()
 
 
@@ -45,7 +45,7 @@ def server(tmp_path: Path) -> Iterator[str]:
         made.shutdown()
 
 
-def refused(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def refused(url: str, run: Run, tmp_path: Path) -> str:
     """Return what every way to open a URL says about it."""
     words = set()
     for way in (
@@ -56,9 +56,10 @@ def refused(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str
         with pytest.raises(UnreachableError) as caught:
             way()
         words.add(str(caught.value))
-    for action in (["inspect", url], ["verify", url], ["convert", url, str(tmp_path / "a.pt")]):
-        assert main(["checkpoint", *action]) == 1
-        words.add(capsys.readouterr().err.removeprefix("lightning-gpu-tools: ").rstrip())
+    for action in (["inspect", url], ["verify", url], ["convert", url, tmp_path / "a.pt"]):
+        code, _, error = run(*action)
+        assert code == 1
+        words.add(error.removeprefix("lightning-gpu-tools: ").rstrip())
     assert len(words) == 1
     return words.pop()
 
@@ -77,32 +78,29 @@ def test_weights_from_a_url_are_only_weights(server: str, tmp_path: Path) -> Non
         load_weights(target, f"{server}/gone.pt")
 
 
-def test_a_servers_refusal_is_the_reason(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = refused(f"{server}/forbidden.ckpt", tmp_path, capsys)
+def test_a_servers_refusal_is_the_reason(server: str, run: Run, tmp_path: Path) -> None:
+    words = refused(f"{server}/forbidden.ckpt", run, tmp_path)
     assert "forbidden.ckpt cannot be opened: the server answers 403 Forbidden" in words
     assert words.endswith(". Check the URL and your access to it, or use a local file.")
 
 
-def test_a_host_that_does_not_answer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_that_does_not_answer_is_named(run: Run, tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
         for protocol, words in {"http": "Cannot connect to host 127.0.0.1", "ftp": "Connection refused"}.items():
-            assert words in refused(f"{protocol}://127.0.0.1:{port}/a.pt", tmp_path, capsys)
-    assert "foo://a.pt cannot be opened: Protocol not known: foo. Check" in refused("foo://a.pt", tmp_path, capsys)
+            assert words in refused(f"{protocol}://127.0.0.1:{port}/a.pt", run, tmp_path)
+    assert "foo://a.pt cannot be opened: Protocol not known: foo. Check" in refused("foo://a.pt", run, tmp_path)
 
 
 @pytest.mark.follows("To install it: pip install")
-def test_a_missing_package_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "s3://bucket/a.ckpt"
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    assert f"{url} cannot be opened: Install s3fs to access S3. To install it: pip install s3fs." in refused(
-        url, tmp_path, capsys
-    )
+    words = refused(url, run, tmp_path)
+    assert f"{url} cannot be opened: Install s3fs to access S3. To install it: pip install s3fs." in words
     torch.save(WEIGHTS, tmp_path / "a.pt")
-    assert main(["checkpoint", "convert", str(tmp_path / "a.pt"), url]) == 1
-    assert "Install s3fs to access S3" in capsys.readouterr().err
+    code, _, error = run("convert", tmp_path / "a.pt", url)
+    assert (code, "Install s3fs to access S3" in error) == (1, True)
     with pytest.raises(OSError, match="Install s3fs"):
         PortableCheckpointIO().save_checkpoint({}, url)
