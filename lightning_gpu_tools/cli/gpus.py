@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from lightning_gpu_tools.errors import ClaimsError
+from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.gpus.readings import FOREIGN, GpuClaim, GpuProcess, GpuReading, folded_claims, not_none
 from lightning_gpu_tools.processes import INIT
 from lightning_gpu_tools.selection import claims as all_claims
@@ -74,8 +75,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from rich.live import Live
 
-    from lightning_gpu_tools.gpus import nvml
-
     with nvml.session(), Live(table(*_read()), console=console, auto_refresh=False) as live:
         try:
             while True:
@@ -87,8 +86,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
     """Return the GPUs and the claims; ``None`` if the claims cannot be read."""
-    from lightning_gpu_tools.gpus import nvml  # imports pynvml
-
     gpus = nvml.read_gpus(with_loads=True)
     process_ids = {process.pid for gpu in gpus for process in gpu.processes or () if not process.is_foreign}
     all_claims.warn_if_private()
@@ -255,8 +252,6 @@ def _state(process: GpuProcess) -> dict[str, Any]:
 
 
 def _is_unused(claim: GpuClaim, gpu: GpuReading) -> bool | None:
-    from lightning_gpu_tools.gpus import nvml
-
     if gpu.processes is None or any(process.user is None for process in gpu.processes) or not nvml.pids_are_ours():
         return None
     is_old = time.time() - claim.since_s >= _MIN_AGE_S
