@@ -186,9 +186,8 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     Other annotations than those in ``_KINDS`` fit every value.
     """
-    code: Any = getattr(function, "__code__")  # noqa: B009 - types do not declare it
-    names = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-    kinds = {name: str(function.__annotations__[name]).split(" | ") for name in names}
+    defaults: dict[str, Any] = getattr(function, "__kwdefaults__")  # noqa: B009 - types do not declare it
+    kinds = {name: str(function.__annotations__[name]).split(" | ") for name in defaults}
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
