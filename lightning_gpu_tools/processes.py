@@ -99,19 +99,12 @@ def running_kernel() -> str:
 
 
 class ProcessId(TypedDict):
-    """A process on any machine.
+    """A process on any machine."""
 
-    Attributes:
-        kernel: Identifier of its machine's boot.
-        namespace: Name of its PID namespace, which differs between containers; ``None`` if unknown.
-        pid: PID within that namespace.
-        started_ticks: Start time in clock ticks since boot; ``None`` if unknown.
-    """
-
-    kernel: str
-    namespace: str | None
-    pid: int
-    started_ticks: int | None
+    kernel: str  # identifier of its machine's boot
+    namespace: str | None  # name of its PID namespace, which differs between containers; `None` if unknown
+    pid: int  # PID within that namespace
+    started_ticks: int | None  # start time in clock ticks since boot; `None` if unknown
 
 
 def process_id(pid: int) -> ProcessId:

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -22,11 +22,12 @@ from .markdown import block, table
 
 def fields(kind: type) -> str:
     """Return the fields of a dataclass as in its JSON object, with their documentation."""
-    described = inspect.getdoc(kind).split("Attributes:\n", 1)[1]  # type: ignore[union-attr]
+    _, _, attributes = str(inspect.getdoc(kind)).partition("Attributes:\n")
+    described = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE) or _commented(kind)
     hints = get_type_hints(kind)
     rows = []
-    for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE):
-        meaning = re.sub(r"\s+", " ", text).replace("``None``", "``null``").replace("``", "`")
+    for name, text in described:
+        meaning = re.sub(r"\s+", " ", text).replace("``", "`").replace("`None`", "`null`")
         meaning = meaning.replace("see docs/report_schema.md", "see [Phases](report_schema_parts.md#phases)")
         rows.append((f"`{name}`", in_json(hints[name]), meaning))
     assert [row[0] for row in rows] == [f"`{name}`" for name in hints], kind
@@ -35,6 +36,19 @@ def fields(kind: type) -> str:
         ("`summary`", "object", "The verdict and the first finding in short; see [below](#summary)."),
     )
     return table(("field", "type", "meaning"), *(first if kind is Report else ()), *rows)
+
+
+def _commented(kind: type) -> Iterator[tuple[str, str]]:
+    """Yield each field with the comment above it or behind it, as a sentence."""
+    above: list[str] = []
+    for line in inspect.getsource(kind).splitlines():
+        name, comment = re.match(r"(?:    (\w+): [^#]*)?(?:\s*# (.*))?", line).groups()  # type: ignore[union-attr]
+        above = [*above, comment] if comment else [] if name is None else above
+        if name is not None:
+            text = " ".join(above)
+            assert text, f"{kind.__name__}.{name} has no comment"
+            yield name, f"{text[:1].upper()}{text[1:]}" + "." * (not text.endswith("."))
+            above = []
 
 
 _UNITS = {

@@ -36,52 +36,34 @@ _ALL_LISTED = 0.98
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherProcess:
-    """A process of another job on the GPU.
+    """A process of another job on the GPU."""
 
-    Attributes:
-        pid: PID reported by the driver.
-        used_bytes: Its memory; ``None`` if the driver does not report it.
-        user: Its owner; ``None`` if not visible from here.
-        name: Its name; ``None`` if not visible from here.
-    """
-
-    pid: int
-    used_bytes: int | None = None
-    user: str | None = None
-    name: str | None = None
+    pid: int  # PID reported by the driver
+    used_bytes: int | None = None  # its memory; `None` if the driver does not report it
+    user: str | None = None  # its owner; `None` if not visible from here
+    name: str | None = None  # its name; `None` if not visible from here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryAccount:
-    """The use of one GPU's memory. Unknown values are ``None`` or absent.
+    """The use of one GPU's memory. Unknown values are ``None`` or absent."""
 
-    Attributes:
-        index: Index of the GPU, as in ``gpus``.
-        uuid: UUID of the GPU.
-        node: Number of its node.
-        total_bytes: Size of its memory.
-        used_bytes: Total memory in use, as reported by the driver.
-        free_bytes: Rest of the memory.
-        parts_bytes: Parts by name; their sum is ``used_bytes``, or without it the memory that torch has reserved.
-        explained_share: Share of ``used_bytes`` that belongs to a known part.
-        peak_reserved_bytes: Peak memory of torch, tensors and cache, in this run; without the peaks of an earlier run.
-        others: Processes of other jobs, largest first.
-        peak_lines: The ten lines that allocated most of the memory added by a step at its peak, of the rank with the
-            highest peak, largest first. Only some steps are recorded.
-        kept_lines: Lines that allocated the memory of recorded steps that is still in use, largest first.
-    """
-
-    index: int
-    uuid: str
-    node: int = 0
-    total_bytes: int | None = None
-    used_bytes: int | None = None
-    free_bytes: int | None = None
+    index: int  # index of the GPU, as in `gpus`
+    uuid: str  # UUID of the GPU
+    node: int = 0  # number of its node
+    total_bytes: int | None = None  # size of its memory
+    used_bytes: int | None = None  # total memory in use, as reported by the driver
+    free_bytes: int | None = None  # rest of the memory
+    # Parts by name; their sum is `used_bytes`, or without it the memory that torch has reserved.
     parts_bytes: Mapping[str, int] = field(default_factory=dict)
-    explained_share: float | None = None
+    explained_share: float | None = None  # share of `used_bytes` that belongs to a known part
+    # Peak memory of torch, tensors and cache, in this run; without the peaks of an earlier run.
     peak_reserved_bytes: int | None = None
-    others: tuple[OtherProcess, ...] = ()
+    others: tuple[OtherProcess, ...] = ()  # processes of other jobs, largest first
+    # The ten lines that allocated most of the memory added by a step at its peak, of the rank with the highest peak,
+    # largest first. Only some steps are recorded.
     peak_lines: tuple[MemoryLine, ...] = ()
+    # Lines that allocated the memory of recorded steps that is still in use, largest first.
     kept_lines: tuple[MemoryLine, ...] = ()
 
 

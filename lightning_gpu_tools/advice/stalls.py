@@ -51,33 +51,20 @@ _FILES = tuple(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stall:
-    """A time in which training made no progress for longer than the limit.
+    """A time in which training made no progress for longer than the limit."""
 
-    Attributes:
-        began_at: Start time, ISO 8601, UTC.
-        lasted_s: Duration, so far if it is not over; a lower bound if the run was killed during the stall.
-        is_over: Whether training continued.
-        step: Number of training steps begun.
-        phase: Phase of the training thread, as in ``phase_s``, or ``"setup"`` or ``"teardown"``.
-        cause: Cause in one word, such as ``blocked_worker``.
-        why: Reason, in sentences: the process or rank that waits, and what for.
-        next_step: What to do.
-        rank: Rank that the others waited for; ``None`` if there is none.
-        stack: Python stack of that rank's training thread, or of the reporting rank's, innermost call last.
-        ranks: State of each rank as text, for at most 64 ranks; empty with one rank.
-    """
-
-    began_at: str
-    lasted_s: float
-    is_over: bool
-    step: int
-    phase: str
-    cause: str
-    why: str
-    next_step: str
-    rank: int | None = None
+    began_at: str  # start time, ISO 8601, UTC
+    lasted_s: float  # duration, so far if it is not over; a lower bound if the run was killed during the stall
+    is_over: bool  # whether training continued
+    step: int  # number of training steps begun
+    phase: str  # phase of the training thread, as in `phase_s`, or `"setup"` or `"teardown"`
+    cause: str  # cause in one word, such as `blocked_worker`
+    why: str  # reason, in sentences: the process or rank that waits, and what for
+    next_step: str  # what to do
+    rank: int | None = None  # rank that the others waited for; `None` if there is none
+    # Python stack of that rank's training thread, or of the reporting rank's, innermost call last.
     stack: tuple[str, ...] = ()
-    ranks: tuple[str, ...] = ()
+    ranks: tuple[str, ...] = ()  # state of each rank as text, for at most 64 ranks; empty with one rank
 
 
 def headline(phase: str, stuck_s: float, step: int) -> str:

@@ -73,43 +73,31 @@ class ProcessRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRun:
-    """The result of a dry run, as ``--format json`` prints it. All sizes are in bytes; ``None`` = unknown.
+    """The result of a dry run, as ``--format json`` prints it. All sizes are in bytes; ``None`` = unknown."""
 
-    Attributes:
-        schema_version: Version of this format.
-        verdict: ``fits``, ``does_not_fit``, ``perhaps`` near the limit, or ``cannot_be_told`` if unknown.
-        reason: The verdict in a sentence.
-        gpu: Name of the simulated GPU.
-        usable_bytes: Memory of a GPU that programs can use.
-        needed_bytes: Memory that the process with the highest peak needs on its GPU, including the CUDA context and,
-            with several ranks, NCCL's buffers.
-        min_free_bytes: Value for ``--min-free``: 20% more than ``needed_bytes``, limited to the memory of the GPU.
-        batch_size: First dimension of the first tensor that the model received; of a list of images, its length.
-        peak: Time and place of the peak memory of tensors: step, phase, file, line, function.
-        parts_bytes: Uses of ``needed_bytes``, by part as in ``gpu_report.json``.
-        lines: The ten lines that allocated the most of it.
-        largest_batch: Largest batch size that fits, predicted from the recorded allocations.
-        trials: With ``--vary``: whether each number that was tried fits.
-        fits_on: For each GPU model: ``yes``, ``no``, or ``perhaps`` near the limit and on GPUs of another compute
-            capability, where attention may need more memory.
-        unknown: Sentences on what the dry run did not measure.
-    """
-
-    schema_version: int = SCHEMA_VERSION
-    verdict: Verdict
-    reason: str
-    gpu: str
-    usable_bytes: int
+    schema_version: int = SCHEMA_VERSION  # version of this format
+    verdict: Verdict  # `fits`, `does_not_fit`, `perhaps` near the limit, or `cannot_be_told` if unknown
+    reason: str  # the verdict in a sentence
+    gpu: str  # name of the simulated GPU
+    usable_bytes: int  # memory of a GPU that programs can use
+    # Memory that the process with the highest peak needs on its GPU, including the CUDA context and, with several
+    # ranks, NCCL's buffers.
     needed_bytes: int | None = None
+    # Value for `--min-free`: 20% more than `needed_bytes`, limited to the memory of the GPU.
     min_free_bytes: int | None = None
+    # First dimension of the first tensor that the model received; of a list of images, its length.
     batch_size: int | None = None
-    peak: Moment | None = None
+    peak: Moment | None = None  # time and place of the peak memory of tensors: step, phase, file, line, function
+    # Uses of `needed_bytes`, by part as in `gpu_report.json`.
     parts_bytes: Mapping[str, int] = field(default_factory=dict)
-    lines: tuple[MemoryLine, ...] = ()
-    largest_batch: int | None = None
+    lines: tuple[MemoryLine, ...] = ()  # the ten lines that allocated the most of it
+    largest_batch: int | None = None  # largest batch size that fits, predicted from the recorded allocations
+    # With `--vary`: whether each number that was tried fits.
     trials: Mapping[int, bool] = field(default_factory=dict)
+    # For each GPU model: `yes`, `no`, or `perhaps` near the limit and on GPUs of another compute capability, where
+    # attention may need more memory.
     fits_on: Mapping[str, str] = field(default_factory=dict)
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()  # sentences on what the dry run did not measure
 
 
 class Judgment(NamedTuple):

@@ -123,17 +123,11 @@ LOGGED = {
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A quantity over time, as means over intervals of equal length.
+    """A quantity over time, as means over intervals of equal length."""
 
-    Attributes:
-        begin_s: Start of the first interval, in seconds since training started.
-        interval_s: Length of each interval.
-        values: Mean in each interval, in order; ``None`` where nothing was reported.
-    """
-
-    begin_s: float
-    interval_s: Annotated[float, Meta(ge=1e-9)]
-    values: Sequence[float | None]
+    begin_s: float  # start of the first interval, in seconds since training started
+    interval_s: Annotated[float, Meta(ge=1e-9)]  # length of each interval
+    values: Sequence[float | None]  # mean in each interval, in order; `None` where nothing was reported
 
     def points(self) -> list[tuple[float, float]]:
         """Return pairs of (middle of an interval, mean) where a value was reported, oldest first."""
@@ -199,46 +193,28 @@ def _in_pairs(sums: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuSummary:
-    """The metrics of one GPU over a whole run. Values that the hardware does not report are ``None``.
+    """The metrics of one GPU over a whole run. Values that the hardware does not report are ``None``."""
 
-    Attributes:
-        index: Torch device index on the node; with ``devices="all"`` the index that ``nvidia-smi`` shows.
-        uuid: UUID of the GPU.
-        name: Product name.
-        node: Node number. ``index`` counts within the node.
-        utilization_percent_mean: Time-weighted mean utilization outside validation.
-        memory_used_bytes_max: Peak memory use, including other users.
-        memory_total_bytes: Size of the memory.
-        power_watts_mean: Mean power draw.
-        temperature_celsius_max: Highest temperature.
-        throttled_percent: Share of time in which power or heat throttled the clocks.
-        others_memory_bytes_max: Peak memory of all other listed processes.
-        others_utilization_percent: Utilization of the GPU by other jobs.
-        rank_wait_percent: Share of time in which the driver reported the GPU as busy, but it waited in a collective for
-            slower ranks; ``None`` if unknown.
-        sm_active_percent: Mean share of active multiprocessors (Hopper and later).
-        tensor_active_percent: Mean activity of the tensor cores (Hopper and later).
-        errors: Errors that the GPU reported: Xid events.
-        timelines: ``utilization_percent``, ``memory_used_bytes`` and ``power_watts`` over the run, in at most 2000
-            intervals; empty for the GPUs of nodes other than rank 0's.
-    """
-
-    index: int
-    uuid: str
-    name: str | None = None
-    node: int = 0
-    utilization_percent_mean: float | None = None
-    memory_used_bytes_max: int | None = None
-    memory_total_bytes: int | None = None
-    power_watts_mean: float | None = None
-    temperature_celsius_max: float | None = None
-    throttled_percent: float | None = None
-    others_memory_bytes_max: int | None = None
-    others_utilization_percent: float | None = None
+    index: int  # torch device index on the node; with `devices="all"` the index that `nvidia-smi` shows
+    uuid: str  # UUID of the GPU
+    name: str | None = None  # product name
+    node: int = 0  # node number. `index` counts within the node.
+    utilization_percent_mean: float | None = None  # time-weighted mean utilization outside validation
+    memory_used_bytes_max: int | None = None  # peak memory use, including other users
+    memory_total_bytes: int | None = None  # size of the memory
+    power_watts_mean: float | None = None  # mean power draw
+    temperature_celsius_max: float | None = None  # highest temperature
+    throttled_percent: float | None = None  # share of time in which power or heat throttled the clocks
+    others_memory_bytes_max: int | None = None  # peak memory of all other listed processes
+    others_utilization_percent: float | None = None  # utilization of the GPU by other jobs
+    # Share of time in which the driver reported the GPU as busy, but it waited in a collective for slower ranks; `None`
+    # if unknown.
     rank_wait_percent: float | None = None
-    sm_active_percent: float | None = None
-    tensor_active_percent: float | None = None
-    errors: tuple[str, ...] = ()
+    sm_active_percent: float | None = None  # mean share of active multiprocessors (Hopper and later)
+    tensor_active_percent: float | None = None  # mean activity of the tensor cores (Hopper and later)
+    errors: tuple[str, ...] = ()  # errors that the GPU reported: Xid events
+    # `utilization_percent`, `memory_used_bytes` and `power_watts` over the run, in at most 2000 intervals; empty for
+    # the GPUs of nodes other than rank 0's.
     timelines: Mapping[str, Series] = dataclasses.field(default_factory=dict)
 
 

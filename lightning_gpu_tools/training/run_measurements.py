@@ -183,11 +183,11 @@ class IdleTimes:
 class SourceLine:
     """A source line at which the training thread, or a worker of its loader, was sampled at random moments."""
 
-    phase: str  # at that moment, as in phase_s; "worker" for a worker that was loading
-    file: str  # path, relative to the current folder if inside it, or to the package installation folder
-    line: int
-    function: str  # that contains the line
-    samples: int
+    phase: str  # the phase at that moment, as in `phase_s`; `"worker"` for a worker that was loading
+    file: str  # path of the file, relative to the current folder if inside it, or to the package installation folder
+    line: int  # line number in the file
+    function: str  # function that contains the line
+    samples: int  # number of samples at this line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,21 +254,21 @@ class CoreFacts:
 class RankStep:
     """A step of one rank: its own work and its wait for other ranks."""
 
-    rank: int  # global
-    node: int
-    own_step_s: float  # mean time of its own work per step: the sum of phase_s
-    # Parts of that time by phase. data_loading, host_to_device_copy, forward, backward and optimizer are means over
-    # steady steps. With a GPU, the last three are GPU times of sampled steps, without the longest 10%. Others are means
-    # over all steps. Excludes the Trainer's own work, and time that may be waiting for other ranks.
+    rank: int  # global rank
+    node: int  # number of its node
+    own_step_s: float  # mean time of its own work per step: the sum of `phase_s`
+    # Parts of that time by phase. `data_loading`, `host_to_device_copy`, `forward`, `backward` and `optimizer` are
+    # means over steady steps. With a GPU, the last three are GPU times of sampled steps, without the longest 10%.
+    # Others are means over all steps. Excludes the Trainer's own work, and time that may be waiting for other ranks.
     phase_s: Mapping[str, float] = field(default_factory=dict)
     # Mean time in collectives per step: waits for other ranks, and sending. On a GPU, it is GPU time in sampled steps.
-    # None if unknown, as with strategies other than DDP.
+    # `None` if unknown, as with strategies other than DDP.
     wait_s: float | None = None
     # The part of it in which other ranks had not arrived yet: the time beyond that of the rank with the shortest time
-    # in the same step. None on the CPU, or if unknown.
+    # in the same step. `None` on the CPU, or if unknown.
     others_late_s: float | None = None
-    lines: tuple[SourceLine, ...] = ()  # if it is the slowest rank
-    gpu: int | None = None  # device index of its GPU on the node; None without a GPU
+    lines: tuple[SourceLine, ...] = ()  # its source lines, if it is the slowest rank
+    gpu: int | None = None  # device index of its GPU on the node; `None` without a GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
