@@ -131,9 +131,9 @@ def watched(operations: float = 400, line: int | None = None) -> dict[str, Any]:
     return {"watched": WatchedSteps(steps=5, operations=operations, syncs=() if line is None else (sync,))}
 
 
-def on_hopper(*, compute_capability: tuple[int, int] = (9, 0), **changes: Any) -> dict[str, Any]:
+def on_hopper(**changes: Any) -> dict[str, Any]:
     """Return the options of a run on a GPU that reports how much of it is active."""
-    return {"gpu": replace(HOPPER, **changes), "compute_capability": compute_capability}
+    return {"gpu": replace(HOPPER, **changes)}
 
 
 def ranks(*phase_s: Mapping[str, float], **facts: Any) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class Cause(Generic[Facts]):
     change: str = ""  # change of a cause with a single variant, as in Variant
     rows: Sequence[Variant] = ()  # its variants, if it has several
     settings: Sequence[str] = ()  # those in the report's settings that its advice may change
-    verified_on: Machine  # the best machine on which the package found it in a real run
+    verified_on: Machine = "measurements"  # the best machine on which the package found it in a real run
 
     # Of lost time. "idle" leaves the GPU idle. "busy" makes a run "low" even if the GPU looks busy. A "remark" slows a
     # busy GPU down but leaves none idle, so it makes no run "low". "others": the time is that of other jobs.

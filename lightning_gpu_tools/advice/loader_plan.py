@@ -47,12 +47,11 @@ class LoadCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderPlan:
-    """Settings for a DataLoader, and their predicted effect."""
+    """Settings for a DataLoader, and what limits them."""
 
     settings: LoaderSettings
     limited_by: Limit | None  # the resource that keeps training from running as fast as its step
     workers_needed: int  # to feed the step without a wait
-    step_s: float  # predicted time from step to step
     most_workers: float = math.inf  # that fit into memory and /dev/shm; infinite if not measured
 
 
@@ -96,10 +95,8 @@ def plan_loader(
     for resource, limit in limits.items():
         if limit < workers:
             workers, limited_by = int(limit), resource
-    alone_s = cost.wall_s + step_s
-    predicted_s = max(workers_s(workers), cost.wall_s / workers) if workers else alone_s
-    if alone_s <= (1 + TOLERANCE) * predicted_s:
-        workers, predicted_s = 0, alone_s
+    if workers and cost.wall_s + step_s <= (1 + TOLERANCE) * max(workers_s(workers), cost.wall_s / workers):
+        workers = 0
     settings = LoaderSettings(
         num_workers=workers,
         prefetch_factor=prefetch_factor if workers else None,
@@ -111,7 +108,6 @@ def plan_loader(
         settings=settings,
         limited_by=limited_by,
         workers_needed=workers_needed,
-        step_s=predicted_s,
         most_workers=min(limits.values()),
     )
 

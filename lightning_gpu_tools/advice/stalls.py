@@ -115,17 +115,6 @@ def phase_phrase(phase: str) -> str:
     return words.get(base) or (f"while {label}" if label.split()[0].endswith("ing") else f"in {label}")
 
 
-def limit_s(stall_after_s: float | Literal["auto"], longest_s: float, *, is_rare: bool) -> float:
-    """Return the seconds without progress after which training has stalled.
-
-    ``longest_s`` is the longest time without progress so far. ``is_rare`` is true outside of steps, and in the first
-    ones.
-    """
-    if stall_after_s != "auto":
-        return stall_after_s
-    return max(RARE_S if is_rare else MIN_S, FACTOR * longest_s)
-
-
 def is_excused(stack: Sequence[Frame]) -> bool:
     """Return whether a thread that seems to hang is compiling, or waiting for a person (debugger, notebook)."""
     files = [f"/{frame.file}" for frame in stack]
@@ -140,14 +129,20 @@ class Patience:
 
     def __init__(self, stall_after_s: float | Literal["auto"], interval_s: float) -> None:
         self.stuck_s = 0.0  # time without progress
-        self.limit_s = limit_s(stall_after_s, 0.0, is_rare=True)
         self.has_stalled = False
         self._stall_after_s, self._interval_s = stall_after_s, interval_s
         self._mark: object = None
         self._phase = SETUP
         self._since_s = self._polled_s = 0.0
-        self._is_rare = True
-        self._longest_s = {True: 0.0, False: 0.0}  # by whether it is rare
+        self._is_rare = True  # outside of steps, or in the first ones
+        self._longest_s = {True: 0.0, False: 0.0}  # without progress so far, by whether it is rare
+
+    @property
+    def limit_s(self) -> float:
+        """The seconds without progress after which training has stalled."""
+        if self._stall_after_s != "auto":
+            return self._stall_after_s
+        return max(RARE_S if self._is_rare else MIN_S, FACTOR * self._longest_s[self._is_rare])
 
     def poll(self, now_s: float, mark: object, phase: str, steps: int) -> bool:
         """Return whether training has made progress since the last poll, after which ``mark`` or ``phase`` differ."""
@@ -163,7 +158,6 @@ class Patience:
             self._mark, self._phase, self._since_s = mark, phase, now_s
         self._is_rare = steps <= _FIRST_STEPS or base_phase(phase) in _RARE
         self.stuck_s = now_s - self._since_s
-        self.limit_s = limit_s(self._stall_after_s, self._longest_s[self._is_rare], is_rare=self._is_rare)
         self.has_stalled = self.stuck_s >= self.limit_s and base_phase(phase) != OUTSIDE_LOOP
         return has_progressed
 

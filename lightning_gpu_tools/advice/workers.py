@@ -17,13 +17,10 @@ _SPLIT_WEBDATASET = "Add webdataset.split_by_worker to its pipeline, after the l
 OPEN_IN_WORKER = "Open it in the worker, when it loads its first sample. Load no sample before the workers start."
 
 
-def obstacles(facts: LoaderFacts | None) -> str:
-    """Return why a loader may have no more workers as it is, and what to change, in sentences; empty if it may.
-
-    Without its facts, nothing is known against them.
-    """
+def obstacles(facts: LoaderFacts) -> str:
+    """Return why a loader may have no more workers as it is, and what to change, in sentences; empty if it may."""
     found = []
-    if facts is None or not facts.is_torch:
+    if not facts.is_torch:
         return ""
     if facts.is_daemonic:
         found.append(
@@ -42,9 +39,9 @@ def obstacles(facts: LoaderFacts | None) -> str:
     return " ".join(found)
 
 
-def most_workers(facts: LoaderFacts | None) -> float:
+def most_workers(facts: LoaderFacts) -> float:
     """Return the highest number of workers that is of use, once there are no obstacles; infinite without a limit."""
-    if facts is None or not facts.is_torch or not facts.is_iterable or facts.shards is None:
+    if not facts.is_torch or not facts.is_iterable or facts.shards is None:
         return math.inf
     return max(1, facts.shards // facts.ranks)
 

@@ -108,15 +108,15 @@ class RunLoaders:
         # Others may be children.
         return min(cpu_s, settings.num_workers * loading.worker_cores * clock.wall_s / max(1, clock.steps))
 
-    def followed(self) -> tuple[LoaderFacts | None, LoaderFacts | None, float]:
+    def followed(self) -> tuple[LoaderFacts, LoaderFacts, float]:
         """Return the facts about the loader that is followed, at first and now, and its share of the waits."""
         loaders, waits = self._run.loaders, self._waits()
         if not loaders:
-            return None, None, 1.0
+            return LoaderFacts(), LoaderFacts(), 1.0
         began, now = self._read_facts(loaders[min(self._run.slowest, len(loaders) - 1)])
         if self._slowest(waits) is not None:
             return began, now, waits[self._run.slowest] / waits.total()
-        return began and replace(began, name=""), now and replace(now, name=""), 1.0  # it may be another one
+        return replace(began, name=""), replace(now, name=""), 1.0  # it may be another one
 
     def _waits(self) -> Counter[int]:
         others = [place for place, one in enumerate(self._run.loaders) if not isinstance(one.loader, DataLoader)]
@@ -137,11 +137,11 @@ class RunLoaders:
             found.append(self._read("the loader's settings", read, None))
         return found
 
-    def _read_facts(self, one: Inside) -> tuple[LoaderFacts | None, LoaderFacts | None]:
+    def _read_facts(self, one: Inside) -> tuple[LoaderFacts, LoaderFacts]:
         """Return the facts about a loader when they were first read, and now."""
         ranks = self._run.place.world_size
         read = partial(read_loader_facts, one.loader, name=one.name, within=one.within, ranks=ranks)
-        began = now = self._read("the loader's dataset", read, None)
+        began = now = self._read("the loader's dataset", read, LoaderFacts())
         with suppress(TypeError):  # it has no weak references, like a list
-            began = now and self._began.setdefault(one.loader, now)
+            began = self._began.setdefault(one.loader, now) if now.kind else now
         return began, now

@@ -270,9 +270,6 @@ class RunRecorder:
             checkpoint_storage=self._checkpoint_storage,
             cores=cores,
             gpu=gpu,
-            compute_capability=None
-            if run.gpu is None
-            else read("the GPU's properties", partial(torch.cuda.get_device_capability, run.gpu), None),
             gpu_idle=read("the GPU's idle time", clock.gpu_idle, None),
             memory=self.own_memory(),
             growth=tuple(self.history.alarms),

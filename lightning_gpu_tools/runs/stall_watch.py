@@ -70,7 +70,8 @@ class StallWatch:
         self._place, self._board = place, board
         self._write_report, self._folder = write_report, folder
         self._thread, self._native_thread = threading.get_ident(), threading.get_native_id()
-        self._interval_s = min(_MAX_INTERVAL_S, stalls.limit_s(stall_after_s, 0.0, is_rare=False) / _POLLS)
+        shortest_s = stalls.MIN_S if stall_after_s == "auto" else stall_after_s
+        self._interval_s = min(_MAX_INTERVAL_S, shortest_s / _POLLS)
         self._patience = stalls.Patience(stall_after_s, self._interval_s)
         self._received: dict[int, tuple[int, float]] = {}  # by rank: its last turn, and when it arrived
         self._facts: StallFacts | None = None  # of this process, once it has stalled

@@ -139,9 +139,9 @@ class LoaderResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderFacts:
-    """What decides whether a loader may get workers, as read without running its dataset."""
+    """What decides whether a loader may get workers, as read without running its dataset; by default, nothing is."""
 
-    kind: str  # class of the loader, with its module
+    kind: str = ""  # class of the loader, with its module; empty if nothing was read
     name: str = ""  # its name among several: a key in quotes, or its number; empty if it is the only one
     is_torch: bool = True  # whether it is a torch.utils.data.DataLoader. Without it, only the fields above are known
     is_iterator: bool = False  # whether it is exhausted after one pass, like enumerate(loader)
@@ -324,8 +324,8 @@ class RunMeasurements:
     validation_utilization_percent: float | None = None
     loader: LoaderSettings | None = None  # None for anything but a torch.utils.data.DataLoader
     # Of the same loader, also of one that is not torch's: when training began, and now.
-    loader_began: LoaderFacts | None = None
-    loader_now: LoaderFacts | None = None
+    loader_began: LoaderFacts = LoaderFacts()
+    loader_now: LoaderFacts = LoaderFacts()
     loader_wait_share: float = 1.0  # of the wait for data: among several loaders, it is the one waited for most
     worker_cpu_s_per_batch: float | None = None
     searched: LoaderResult | None = None  # of a search for its settings
@@ -336,7 +336,6 @@ class RunMeasurements:
     cores: CoreFacts | None = None
     # Mean of the GPUs that train, over the run outside validation.
     gpu: GpuWindow = field(default_factory=GpuWindow)
-    compute_capability: tuple[int, int] | None = None
     gpu_idle: IdleTimes | None = None
     memory: RankMemory | None = None
     growth: Sequence[MemoryGrowth] = ()

@@ -10,7 +10,7 @@ import pytest
 from cause_examples import MEMORY_EXAMPLES, STALL_EXAMPLES, TIME_EXAMPLES
 from gpu_cases import MEASURED
 from real_names import unknown_names
-from synthetic import COPIES, LOADER, STEP, WAITS, a_host, contended, cpu_run, gpu_run, on_hopper, ranks, run_of
+from synthetic import COPIES, LOADER, STEP, WAITS, a_host, contended, cpu_run, gpu_run, ranks, run_of
 
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose, explain_stall
@@ -47,7 +47,6 @@ RUNS = [
     cpu_run(WAITS, loader=None),
     gpu_run(**COPIES, ranks=late_rank("forward").ranks),
     gpu_run(**COPIES, loader=dataclasses.replace(LOADER, pin_memory=False)),
-    gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(7, 5))),
     *map(late_rank, ("data_loading", "backward", "callback/A", "logging/A", "checkpoint", "validation", "epoch_start")),
     cpu_run(STEP, **ranks(*[{"data_loading": 0.01}] * 2, wait_s=0.02)),
     contended(others=1.0, other=CoreUser(user="eve", name="job", cores=1.0)),

@@ -22,5 +22,4 @@ CAUSE = Cause(
     says="everything is slow, and the disk is busy",
     change="use fewer workers or smaller batches, or end other programs",
     find=find,
-    verified_on="measurements",
 )

@@ -96,7 +96,7 @@ def find(run: RunMeasurements) -> Findings:
         phase=DATA_LOADING,
         evidence={
             "wait_ms_per_step": wait_s * 1e3,
-            "loader": None if run.loader_now is None else run.loader_now.name or None,
+            "loader": run.loader_now.name or None,
         },
         detail=f"{format_duration(wait_s)} of {format_duration(step_s)} per steady step",
         lower=lower,
@@ -139,24 +139,23 @@ def why_not(run: RunMeasurements, finding: Finding) -> str:
 
 def _of_another_loader(run: RunMeasurements) -> str:
     facts = run.loader_now
-    if facts is not None and facts.is_iterator and not run.has_trainer:
+    if facts.is_iterator and not run.has_trainer:
         kind = printable(facts.kind.rpartition(".")[2])
         return (
             f"watch() sees no DataLoader inside of this {kind}. Pass the DataLoader itself: "
             "enumerate(run.batches(loader)), not run.batches(enumerate(loader))."
         )
-    kind = "" if facts is None else f" but a {printable(facts.kind)}"
+    kind = f" but a {printable(facts.kind)}" if facts.kind else ""
     return (
         f"The loader{_name(facts)} is not a torch DataLoader{kind}. Use its own settings to load in parallel, or cache "
         "what it computes for each batch."
     )
 
 
-def _name(facts: LoaderFacts | None) -> str:
+def _name(facts: LoaderFacts) -> str:
     """Return the name of a loader among several, after a space; empty if it is the only one."""
-    if facts is None or not facts.name:
-        return ""
-    return f" {printable(facts.name)}" + (f" ({printable(facts.dataset)})" if facts.dataset else "")
+    dataset = f" ({printable(facts.dataset)})" if facts.dataset else ""
+    return f" {printable(facts.name)}{dataset}" if facts.name else ""
 
 
 def _of_torch_loader(
@@ -278,7 +277,7 @@ def _shortage(
     needs = f"{run.activity.capitalize()} needs {plural(plan.workers_needed, 'worker')} (now {now.num_workers}), but"
     if plan.limited_by == "shm":
         sentences.append(f"{needs} /dev/shm is too small for their batches: docker run --shm-size=..., or --ipc=host.")
-    elif plan.limited_by == "shards" and run.loader_began is not None:
+    elif plan.limited_by == "shards":
         shards = plural(run.loader_began.shards or 0, "shard")
         sentences.append(
             f"{needs} the dataset has {shards}, and a worker needs its own. Store the data in more shards."
@@ -298,7 +297,7 @@ def _read_when_cold(run: RunMeasurements) -> float:
 def _fetched_at_once(run: RunMeasurements, loader: LoaderSettings, cpu_s: float, computing: float) -> str:
     """Return how to fetch whole batches, which take this CPU time; empty if that is not what takes the time."""
     facts, size = run.loader_now, loader.batch_size or 0
-    if facts is None or facts.is_iterable or size < _MIN_BATCH or cpu_s > _MAX_SAMPLE_S * size:
+    if facts.is_iterable or size < _MIN_BATCH or cpu_s > _MAX_SAMPLE_S * size:
         return ""
     lines = seen_in(run.lines, IN_WORKER if loader.num_workers else DATA_LOADING)
     whole = sum(line.samples for line in lines)
@@ -315,10 +314,9 @@ def _fetched_at_once(run: RunMeasurements, loader: LoaderSettings, cpu_s: float,
 
 def _search(run: RunMeasurements) -> str:
     """Return the search that would act on the loader; empty if it would leave it alone."""
-    began, now = run.loader_began, run.loader_now
     if run.has_trainer and run.stage == "fit":
-        return "" if began and now and why_not_switched(began, now) else _FINDER
-    return "" if began and why_not_searched(began) else "find_loader_settings(loader, step_time_s=...)"
+        return "" if why_not_switched(run.loader_began, run.loader_now) else _FINDER
+    return "" if why_not_searched(run.loader_began) else "find_loader_settings(loader, step_time_s=...)"
 
 
 def _has_no_free_core(run: RunMeasurements) -> bool:

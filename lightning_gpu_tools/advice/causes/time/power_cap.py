@@ -37,5 +37,4 @@ CAUSE = Cause(
     change="raise the power limit. Throttling slows a busy GPU down but never leaves it idle",
     find=find,
     kind="remark",
-    verified_on="measurements",
 )

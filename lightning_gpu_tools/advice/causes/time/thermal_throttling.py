@@ -27,5 +27,4 @@ CAUSE = Cause(
     change="cool it better. Throttling slows a busy GPU down but never leaves it idle",
     find=find,
     kind="remark",
-    verified_on="measurements",
 )
