@@ -8,7 +8,6 @@ import math
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from lightning_gpu_tools.memory.readings import Segment, StepMemory
@@ -35,16 +34,16 @@ def block_size(size: int) -> int:
     return max(_MIN_BLOCK, -(-size // _MIN_BLOCK) * _MIN_BLOCK)
 
 
-@dataclass(eq=False, slots=True)
 class _Block:
     """A part of a segment, in use or free, between its neighbors there."""
 
-    address: int
-    size: int
-    is_small: bool
-    is_free: bool
-    before: "_Block | None" = None
-    after: "_Block | None" = None
+    __slots__ = ("address", "after", "before", "is_free", "is_small", "size")
+
+    def __init__(self, address: int, size: int, *, is_small: bool, is_free: bool) -> None:
+        self.address, self.size = address, size
+        self.is_small, self.is_free = is_small, is_free
+        self.before: _Block | None = None
+        self.after: _Block | None = None
 
 
 _Free = list[tuple[int, int, _Block]]  # sorted by size and address, like torch's search for the best fit
@@ -190,6 +189,16 @@ def _trains(
     owners: dict[int, tuple[Hashable, int]] = {}  # the key and size of the block at each recorded address
     left: defaultdict[int, list[Hashable]] = defaultdict(list)  # blocks of the previous step, by size
     last = steps[-1]
+
+    def release(address: int, size: int) -> None:
+        """Free the block that the recorded address stands for, or else one of its size left by the previous step."""
+        key, own_size = owners.pop(address, (address, size))
+        while own_size != size or key not in allocator:
+            if not left[block_size(size)]:
+                return
+            key, own_size = left[block_size(size)].pop(), size
+        allocator.free(key)
+
     for number, step in enumerate((*steps, last)):
         times = size / max(1, step.batch_shape[0])
         extra = math.ceil((times - 1) * batch_bytes)
@@ -208,7 +217,7 @@ def _trains(
                 owners[event.address] = key, event.size
                 made[key] = block_size(event.size)
             elif not stays or owners.get(event.address, _NOBODY)[0] in made:
-                _release(allocator, event.address, -event.size, owners, left)
+                release(event.address, -event.size)
         if extra > 0:
             allocator.free("batch")
         left.clear()
@@ -216,26 +225,6 @@ def _trains(
             if key in allocator:
                 left[size_of_block].append(key)
     return True
-
-
-def _release(
-    allocator: CachingAllocator,
-    address: int,
-    size: int,
-    owners: dict[int, tuple[Hashable, int]],
-    left: dict[int, list[Hashable]],
-) -> None:
-    """Free the block that the recorded address stands for, or else one of its size left by the previous step."""
-    key, own_size = owners.pop(address, (address, size))
-    if own_size == size and key in allocator:
-        allocator.free(key)
-        return
-    same = left.get(block_size(size), [])
-    while same:
-        key = same.pop()
-        if key in allocator:
-            allocator.free(key)
-            return
 
 
 def _left_by(step: StepMemory) -> frozenset[int]:

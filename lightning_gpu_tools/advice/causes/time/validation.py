@@ -22,10 +22,9 @@ _MIN_LOADER_SHARE = 0.5  # of validation: from here on, the advice is to change 
 
 def find(run: RunMeasurements) -> Findings:
     seconds = run.phase_s.get(VALIDATION, 0.0)
-    taken = min(seconds / run.wall_s, 1.0) if run.wall_s > 0 else 0.0
-    busy = run.validation_utilization_percent
-    if taken <= 0:
+    if not seconds:
         return
+    taken, busy = min(seconds / run.wall_s, 1.0), run.validation_utilization_percent
     started, waited = (min(1.0, part_s / seconds) for part_s in (run.validation_start_s, run.validation_wait_s))
     loaders = run.validation_loaders
     restarted = [settings.num_workers for settings in loaders if not settings.persistent_workers]
