@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from lightning_gpu_tools.checkpoints.inert_pickle import Opaque, StandIn
 from lightning_gpu_tools.checkpoints.key_tree import listed
@@ -182,8 +182,7 @@ def _as_mapping(value: Any) -> Mapping[Any, Any]:
     if isinstance(value, Opaque):
         return _weights_of(value) if _is_module(value) else value.items or {}
     if hasattr(type(value), "named_parameters"):  # a live module, from a trusted file
-        weights: Mapping[Any, Any] = value.state_dict()
-        return weights
+        return cast(Mapping[Any, Any], value.state_dict())
     return {}
 
 

@@ -135,13 +135,13 @@ class InertUnpickler(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the storage that ``("storage", class, key, location, numel)`` describes."""
-        if pid[0] in ("module", b"module"):  # a class; its source follows. Only in torch's legacy format.
+        if pid[0] == "module":  # a class; its source follows. Only in torch's legacy format.
             return pid[1]
         tag, kind, key, location, numel, *view = pid
-        if tag not in ("storage", b"storage") or not isinstance(key, str) or not are_sizes((numel,)) or any(view):
+        is_text = isinstance(key, str) and isinstance(location, str)
+        if tag != "storage" or not is_text or not are_sizes((numel,)) or any(view):
             raise pickle.UnpicklingError("a storage that torch.save does not write")
-        place = location if isinstance(location, str) else location.decode("ascii", "replace")
-        return self.storages.setdefault(key, StorageInfo(key, DTYPE_OF_STORAGE[kind.name], place, numel))
+        return self.storages.setdefault(key, StorageInfo(key, DTYPE_OF_STORAGE[kind.name], location, numel))
 
     # -- opcodes that call, hash or reserve what a pickle says -------------------------------------------------------
 

@@ -130,9 +130,9 @@ class RenamePlan:
             return self.rename(name) if isinstance(name, str) else name
 
         match state:
-            case {"state": dict(state_of), "param_groups": list(groups)} if any(
-                isinstance(name, str) for name in state_of
-            ) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+            case {"state": dict(state_of), "param_groups": list(groups)} if all(
+                isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+            ):
                 return {
                     **state,
                     "state": {renamed(name): value for name, value in state_of.items()},
@@ -314,7 +314,7 @@ class _Search:
         yield [self._reading(inner, added) for part in parts for inner in self._parts(part)]
         yield [self._reading(dropped, inner) for place in places for inner in self._places(place)]
 
-    # The recursion is limited by the number of levels in keys; see structure.check_contents.
+    # The recursion is limited by the number of levels in keys; see content.check_contents.
     def _largest_overlap(self, checkpoint: Node, model: Node) -> _Reading:
         """Return the largest overlap, skipping ``module`` levels of the checkpoint if necessary."""
         if not is_wrapper(checkpoint):

@@ -250,9 +250,8 @@ def _mapped(structure: Structure, *, weights_alone: bool = False) -> Callable[[A
         if storage.key not in storages:  # its numbers are a part of the mapped file
             start = structure.places[storage.key]
             storages[storage.key] = file[start : start + storage.size_bytes]
-        empty: Any = torch.empty(0, dtype=_dtype_of(leaf.dtype), device="cpu")
-        mapped: torch.Tensor = empty.set_(storages[storage.key], leaf.offset, leaf.shape, leaf.strides)
-        return mapped
+        empty = torch.empty(0, dtype=_dtype_of(leaf.dtype), device="cpu")
+        return empty.set_(storages[storage.key], leaf.offset, leaf.shape, leaf.strides)  # type: ignore[arg-type]
 
     return make
 

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -135,10 +135,9 @@ def whole_weights(path: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
     without = [key for key, value in weights.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if without:
         raise CheckpointError(f"{printable_path(path)} has no numbers for {list_groups(without)}: {FROM_META}.")
-    plain: Any = copy.copy(weights)  # with its _metadata
+    plain = cast(dict[str, Any], copy.copy(weights))  # with its _metadata
     plain.update((key, value.to_local()) for key, value in weights.items() if is_sharded(value))
-    whole: Mapping[str, Any] = plain
-    return whole
+    return plain
 
 
 FROM_META = "it was saved from the meta device. Load the weights before saving the model"

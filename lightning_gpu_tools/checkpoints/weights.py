@@ -146,10 +146,9 @@ def fit_weights(model: nn.Module, entries: Entries, root: str | None, strict: bo
         entry = max(named, key=len)
         inside = dropped.removeprefix(entry).lstrip(".")
         return _fit(model, entry, entries, inside or None, strict)
-    candidates = likely(entries)
     fits: list[Fit] = []
     refusals: dict[str, CheckpointError] = {}
-    for entry in candidates:
+    for entry in likely(entries):
         try:
             fits.append(_fit(model, entry, entries, root, strict))
         except CheckpointError as error:  # noqa: PERF203 - a handful of entries

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from lightning_gpu_tools.checkpoints.formats.other_programs import other_file, unpacked
 from lightning_gpu_tools.checkpoints.key_tree import listed, shortened
@@ -105,8 +105,7 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
     if form is None or not os.path.exists(local):
         return None
     with any_error_is(damaged(form.DAMAGE)):
-        structure: Structure = form.describe_folder(Folder(path, folder, names, stack, to_load))
-        return structure
+        return cast(Structure, form.describe_folder(Folder(path, folder, names, stack, to_load)))
 
 
 def _files_at(path: str) -> tuple[Any, str, set[str]]:
@@ -161,8 +160,7 @@ def describe(file: BinaryIO, path: str) -> Structure:
         for form in _modules(_FILES):
             if form.recognizes(head):
                 with collector_paused(), any_error_is(damaged("its description and its contents do not match")):
-                    structure: Structure = form.describe(file, path, size_bytes)
-                    return structure
+                    return cast(Structure, form.describe(file, path, size_bytes))
         raise other_file(path, size_bytes, head)
 
 
