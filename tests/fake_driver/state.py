@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import time
 import uuid as uuids
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fake_driver.library import CALLS_VARIABLE, VARIABLE
+from lightning_gpu_tools.units import parse_bytes
 
 GIB = 2**30
 
@@ -25,10 +25,7 @@ Series = float | list[tuple[float, float]] | None
 
 def size_bytes(size: int | str | None) -> int | None:
     """``"21GiB"`` -> bytes; numbers and None stay."""
-    if not isinstance(size, str):
-        return size
-    number, unit = re.fullmatch(r"([\d.]+) *([KMGT]iB|B)", size).groups()
-    return int(float(number) * 1024 ** " KMGT".index(unit[0].replace("B", " ")))
+    return None if size is None else parse_bytes(size)
 
 
 @dataclass
@@ -206,7 +203,9 @@ class Driver:
                 uuid=card.uuid or f"GPU-{uuids.uuid5(uuids.NAMESPACE_OID, str(position))}",
                 pci=card.pci or (position // 15, 16 * (position % 15 + 1), 0),
                 compute_capability=card.compute_capability or _capability(card.name),
-                **_sizes(card),
+                # May have been assigned as text.
+                memory_total=size_bytes(card.memory_total),
+                memory_free=size_bytes(card.memory_free),
             )
             for slot, instance in enumerate(card.mig or []):
                 if instance is not None:
@@ -216,11 +215,6 @@ class Driver:
         temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps({**state, "gpus": [dataclasses.asdict(card) for card in self.gpus]}))
         os.replace(temporary, self._path)
-
-
-def _sizes(card: Gpu) -> dict[str, int | None]:
-    """Return the sizes in bytes, because they may have been assigned as text."""
-    return {name: size_bytes(getattr(card, name)) for name in ("memory_total", "memory_free")}
 
 
 def _capability(name: str) -> tuple[int, int]:

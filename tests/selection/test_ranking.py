@@ -219,61 +219,33 @@ def candidates(
     return sorted(made, key=lambda one: one.order)
 
 
-def nvlinks(*pairs: tuple[int, int]) -> list[tuple[str, str]]:
-    return [(f"GPU-{a:02}", f"GPU-{b:02}") for a, b in pairs]
-
-
-def nodes(*numbers: int | None) -> dict[str, int | None]:
-    return {f"GPU-{i:02}": number for i, number in enumerate(numbers)}
-
-
-def chosen(
-    made: list[Candidate], count: int, links: list[tuple[str, str]], numa: dict[str, int | None], **kw: bool
-) -> list[int]:
-    return [one.gpu.index for one in best_set(made, count, links, numa, **{"memory_matters": False, **kw})]
-
-
 RING = [(0, 1), (1, 2), (2, 3), (0, 3)]
 CLIQUE = list(itertools.combinations((4, 5, 6, 7), 2))
-
-
-@pytest.mark.parametrize(
-    ("made", "count", "links", "numa", "expected"),
-    [
-        pytest.param(candidates(40, 10, 39, 38), 2, [(0, 1), (2, 3)], (), [2, 3], id="joined-before-freer"),
-        pytest.param(candidates(40, 30, 39, 38), 2, [], (0, 0, 1, 1), [2, 3], id="one-node-before-freer"),
-        pytest.param(candidates(40, 30, 39, 38), 2, [(0, 2)], (0, 0, 1, 1), [0, 2], id="joined-before-one-node"),
-        pytest.param(candidates(*[40] * 4, *[20] * 4), 4, [*RING, *CLIQUE], (), [7, 6, 5, 4], id="the-most-joined"),
-        pytest.param(candidates(40, 30, 20, busy=(1,)), 2, [(0, 1)], (), [0, 2], id="no-busy-one-for-its-link"),
-    ],
-)
-def test_links_come_before_nodes_and_these_before_memory(
-    made: list[Candidate], count: int, links: list[tuple[int, int]], numa: tuple[int | None, ...], expected: list[int]
-) -> None:
-    assert chosen(made, count, nvlinks(*links), nodes(*numa)) == expected
-
-
 A, B = "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 2080 Ti"
+SETS: dict[str, tuple[list[Candidate], list[tuple[int, int]], tuple[int, ...], bool, list[int]]] = {
+    "joined-before-freer": (candidates(40, 10, 39, 38), [(0, 1), (2, 3)], (), False, [2, 3]),
+    "one-node-before-freer": (candidates(40, 30, 39, 38), [], (0, 0, 1, 1), False, [2, 3]),
+    "joined-before-one-node": (candidates(40, 30, 39, 38), [(0, 2)], (0, 0, 1, 1), False, [0, 2]),
+    "the-most-joined": (candidates(*[40] * 4, *[20] * 4), [*RING, *CLIQUE], (), False, [7, 6, 5, 4]),
+    "no-busy-one-for-its-link": (candidates(40, 30, 20, busy=(1,)), [(0, 1)], (), False, [0, 2]),
+    "the-only-pair": (candidates(80, 12, 11, 11, names=(A, "K80", B, B)), [], (), True, [3, 2]),
+    "joined-pair": (candidates(79, 80, 11, 11, names=(A, A, B, B)), [(2, 3)], (), False, [3, 2]),
+    "no-busy-pair": (candidates(80, 11, 11, busy=(1, 2), names=(A, B, B)), [], (), True, [0, 2]),
+    "like-the-unclaimed-one": (candidates(80, 11, 70, claimed=(1, 2), names=(A, B, A)), [], (), False, [0, 2]),
+    "a-tenth-less-memory-for-a-link": (candidates(41, 40, 36, 36.01), [(2, 3)], (), True, [3, 2]),
+    "no-more-than-that": (candidates(41, 40, 35.9, 35.91), [(2, 3)], (), True, [0, 1]),
+}
 
 
-@pytest.mark.parametrize(
-    ("made", "count", "links", "memory_matters", "expected"),
-    [
-        pytest.param(candidates(80, 12, 11, 11, names=(A, "K80", B, B)), 2, [], True, [2, 3], id="the-only-pair"),
-        pytest.param(candidates(79, 80, 11, 11, names=(A, A, B, B)), 2, [(2, 3)], False, [2, 3], id="joined-pair"),
-        pytest.param(candidates(80, 11, 11, busy=(1, 2), names=(A, B, B)), 2, [], True, [0, 2], id="no-busy-pair"),
-        pytest.param(
-            candidates(80, 11, 70, claimed=(1, 2), names=(A, B, A)), 2, [], False, [0, 2], id="like-the-unclaimed-one"
-        ),
-    ],
-)
-def test_equal_models_come_before_links(
-    made: list[Candidate], count: int, links: list[tuple[int, int]], memory_matters: bool, expected: list[int]
+@pytest.mark.parametrize(("made", "joined", "nodes", "memory_matters", "expected"), SETS.values(), ids=SETS)
+def test_equal_models_come_before_links_these_before_nodes_and_these_before_memory(
+    made: list[Candidate],
+    joined: list[tuple[int, int]],
+    nodes: tuple[int, ...],
+    memory_matters: bool,
+    expected: list[int],
 ) -> None:
-    assert sorted(chosen(made, count, nvlinks(*links), {}, memory_matters=memory_matters)) == expected
-
-
-@pytest.mark.parametrize(("gib", "expected"), [(36.0, [2, 3]), (35.9, [0, 1])], ids=["a-tenth-less", "more-than-that"])
-def test_a_link_costs_at_most_a_tenth_of_the_memory(gib: float, expected: list[int]) -> None:
-    made = candidates(41, 40, gib, gib + 0.01)
-    assert sorted(chosen(made, 2, nvlinks((2, 3)), {}, memory_matters=True)) == expected
+    links = [(f"GPU-{one:02}", f"GPU-{other:02}") for one, other in joined]
+    numa_nodes = {f"GPU-{index:02}": node for index, node in enumerate(nodes)}
+    chosen = best_set(made, len(expected), links, numa_nodes, memory_matters)
+    assert [one.gpu.index for one in chosen] == expected

@@ -5,12 +5,19 @@ import pytest
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.selection.cuda import shown_uuid, visible_gpus
 
-
-def machine(*uuids: str, names: tuple[str, ...] = ()) -> list[GpuReading]:
-    return [GpuReading(index=i, uuid=uuid, name=names[i] if names else "A100") for i, uuid in enumerate(uuids)]
-
-
-FOUR = machine("GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333", "GPU-cccc4444")
+NAMES = ("GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333", "GPU-cccc4444")
+FOUR = [GpuReading(index=index, uuid=uuid, name="A100") for index, uuid in enumerate(NAMES)]
+# The first is divided into two instances, and the third into one.
+DIVIDED = [
+    GpuReading(
+        index=index,
+        uuid=uuid,
+        name="A100",
+        mig_mode=bool(parts),
+        mig_instances=tuple(GpuReading(index=index, uuid=f"MIG-{part}") for part in parts),
+    )
+    for index, (uuid, parts) in enumerate([("GPU-aaaa", ("1111", "2222")), ("GPU-whole", ()), ("GPU-bbbb", ("3333",))])
+]
 
 
 @pytest.mark.parametrize(
@@ -32,24 +39,16 @@ def test_a_list_shows_what_cuda_shows(value: str | None, indices: list[int]) -> 
     assert [gpu.index for gpu in visible_gpus(FOUR, value, None)] == indices
 
 
-def divided() -> list[GpuReading]:
-    instances = (GpuReading(index=0, uuid="MIG-1111"), GpuReading(index=0, uuid="MIG-2222"))
-    return [
-        GpuReading(index=0, uuid="GPU-parent", name="A100", mig_mode=True, mig_instances=instances),
-        GpuReading(index=1, uuid="GPU-whole", name="A100"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("value", "uuids"),
     [
-        (None, ["MIG-1111", "MIG-2222", "GPU-whole"]),
+        (None, ["MIG-1111", "MIG-2222", "GPU-whole", "MIG-3333"]),
         ("0", ["MIG-1111", "MIG-2222"]),
         ("MIG-2", ["MIG-2222"]),
     ],
 )
 def test_mig_instances_are_found_by_every_form_of_their_name(value: str | None, uuids: list[str]) -> None:
-    assert [gpu.uuid for gpu in visible_gpus(divided(), value, None)] == uuids
+    assert [gpu.uuid for gpu in visible_gpus(DIVIDED, value, None)] == uuids
 
 
 @pytest.mark.parametrize(
@@ -62,9 +61,4 @@ def test_mig_instances_are_found_by_every_form_of_their_name(value: str | None, 
     ],
 )
 def test_the_instance_that_cuda_shows_is_known_by_the_drivers_uuid(mask: str | None, cuda_uuid: str, uuid: str) -> None:
-    parts = [GpuReading(index=0, uuid="MIG-1111"), GpuReading(index=0, uuid="MIG-2222")]
-    gpus = (
-        GpuReading(index=0, uuid="GPU-aaaa", mig_mode=True, mig_instances=tuple(parts)),
-        GpuReading(index=1, uuid="GPU-bbbb", mig_mode=True, mig_instances=(GpuReading(index=1, uuid="MIG-3333"),)),
-    )
-    assert shown_uuid(gpus, mask, cuda_uuid) == uuid
+    assert shown_uuid(DIVIDED, mask, cuda_uuid) == uuid
