@@ -35,8 +35,8 @@ class GpuSample:
         return int(self.values[name]) if name in self.values else None
 
 
-# Reduction of the samples in a window to one value; the last three are for counters.
-Reduction = Literal["last", "max", "mean", "p5", "p95", "difference", "rate", "percent_of_time"]
+# Reduction of the samples in a window to one value; the last two are for counters.
+Reduction = Literal["last", "max", "mean", "p5", "p95", "difference", "percent_of_time"]
 
 
 class Metric(NamedTuple):
@@ -49,13 +49,13 @@ class Metric(NamedTuple):
     meaning: str  # of the logged value, for the documentation; empty if it is not logged
 
 
-def _by(reduction: Reduction, source: str = "", *, logged: str = "", name: str = "") -> Any:
-    """Declare a metric. It is logged if ``logged`` says what it means. ``source`` and ``name`` default to the field.
+def _by(reduction: Reduction, source: str = "", *, logged: str = "") -> Any:
+    """Declare a metric. It is logged if ``logged`` says what it means. ``source`` defaults to the field.
 
     A maximum is a metric of its own. Of a whole run, ``last`` and ``max`` are the larger value of training and
     validation; others are those of training.
     """
-    return dataclasses.field(default=None, metadata={"metric": (source, reduction, logged, name)})
+    return dataclasses.field(default=None, metadata={"metric": (source, reduction, logged)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,14 +65,10 @@ class GpuWindow:
     uuid: str = ""
     utilization_observed_s: float = 0.0  # seconds covered by the driver's utilization samples
     utilization_percent_mean: float | None = _by(
-        "mean", "utilization", logged="share of time in which at least one kernel ran", name="utilization_percent/mean"
+        "mean", "utilization", logged="share of time in which at least one kernel ran"
     )
-    utilization_percent_p5: float | None = _by(
-        "p5", "utilization", logged="5th percentile of the driver's samples", name="utilization_percent/p5"
-    )
-    utilization_percent_p95: float | None = _by(
-        "p95", "utilization", logged="95th percentile of the driver's samples", name="utilization_percent/p95"
-    )
+    utilization_percent_p5: float | None = _by("p5", "utilization", logged="5th percentile of the driver's samples")
+    utilization_percent_p95: float | None = _by("p95", "utilization", logged="95th percentile of the driver's samples")
     memory_used_bytes: int | None = _by("last", logged="used by all processes")
     memory_used_bytes_max: int | None = _by("max", "memory_used_bytes")
     memory_total_bytes: int | None = _by("last", logged="size of the memory")
@@ -88,8 +84,8 @@ class GpuWindow:
     held_clock_percent: float | None = _by("mean")
     power_limit_watts: float | None = _by("last")
     power_limit_watts_max: float | None = _by("last")
-    pcie_tx_bytes_per_second: float | None = _by("rate", "pcie_tx_bytes", logged="sent over PCIe")
-    pcie_rx_bytes_per_second: float | None = _by("rate", "pcie_rx_bytes", logged="received over PCIe")
+    pcie_tx_bytes_per_second: float | None = _by("mean", logged="sent over PCIe")
+    pcie_rx_bytes_per_second: float | None = _by("mean", logged="received over PCIe")
     sm_active_percent: float | None = _by("mean", logged="active multiprocessors (Hopper and later)")
     sm_occupancy_percent: float | None = _by("mean", logged="resident warps relative to the maximum (Hopper and later)")
     tensor_active_percent: float | None = _by("mean", logged="activity of the tensor cores (Hopper and later)")
@@ -103,10 +99,10 @@ class GpuWindow:
 
 
 METRICS = tuple(
-    Metric(field.name, source or field.name, reduction, name or field.name, logged)
+    Metric(field.name, source or field.name, reduction, field.name.replace(f"_{reduction}", f"/{reduction}"), logged)
     for field in dataclasses.fields(GpuWindow)
     if field.metadata
-    for source, reduction, logged, name in [field.metadata["metric"]]
+    for source, reduction, logged in [field.metadata["metric"]]
 )
 _SHARES = {
     "others_memory_bytes": "used by other jobs",

@@ -9,11 +9,7 @@ from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, weighted_mean, w
 
 # Metrics of a GPU's state at a sample, and metrics derived from counters.
 _OF_STATE = [metric for metric in METRICS if metric.reduction in ("mean", "max") and metric.source != "utilization"]
-_COUNTERS = sorted({m.source for m in METRICS if m.reduction in ("difference", "rate", "percent_of_time")})
-
-# Limits for one window:
-_MAX_TEXTS = 100
-_MAX_SUMS = 256
+_COUNTERS = sorted({metric.source for metric in METRICS if metric.reduction in ("difference", "percent_of_time")})
 
 
 def percentile(seconds: Mapping[int, float], share: float) -> float | None:
@@ -76,8 +72,8 @@ class WindowBuilder:
         counted_s = self._overlap_s(begin_s, sample.time_s)
         share = counted_s / (sample.time_s - begin_s) if sample.time_s > begin_s else 1.0
         self._add_counters(sample, share)
-        for texts, new in ((self._errors, sample.errors), (self._problems, sample.problems)):
-            texts.update(dict.fromkeys(new[: _MAX_TEXTS - len(texts)]))
+        self._errors |= dict.fromkeys(sample.errors)
+        self._problems |= dict.fromkeys(sample.problems)
         if share <= 0:
             return
         for metric in _OF_STATE:
@@ -87,7 +83,7 @@ class WindowBuilder:
             elif value is not None:
                 self._sum_up(metric.source, value * counted_s, counted_s)
         for process in sample.processes or ():
-            if process.utilization_percent is not None and len(self._sums) < _MAX_SUMS:
+            if process.utilization_percent is not None:
                 self._sum_up(process.pid, process.utilization_percent * counted_s, counted_s)
         self._last = sample
 

@@ -71,13 +71,12 @@ def test_gauges_are_of_the_last_poll_and_memory_peaks():
 
 def test_counters_become_rates_over_their_own_time():
     window = window_of(
-        at(10.0, throttled_s=5.0, power_capped_s=5.0, thermal_throttled_s=0.0, pcie_tx_bytes=0),
-        at(12.0, throttled_s=5.5, power_capped_s=5.5, thermal_throttled_s=0.0, pcie_tx_bytes=400, pcie_rx_bytes=50),
-        at(14.0, throttled_s=6.0, power_capped_s=6.0, thermal_throttled_s=0.0, pcie_tx_bytes=800, pcie_rx_bytes=70),
+        at(10.0, throttled_s=5.0, power_capped_s=5.0),
+        at(12.0, throttled_s=5.5, power_capped_s=5.5, thermal_throttled_s=0.0),
+        at(14.0, throttled_s=6.0, power_capped_s=6.0, thermal_throttled_s=1.0),
     )
-    assert (window.throttled_percent, window.power_capped_percent, window.thermal_throttled_percent) == (25, 25, 0)
-    assert window.pcie_tx_bytes_per_second == 200
-    assert window.pcie_rx_bytes_per_second == 10  # over the two seconds in which it was there
+    assert (window.throttled_percent, window.power_capped_percent) == (25, 25)
+    assert window.thermal_throttled_percent == 50  # over the two seconds in which it was there
 
 
 def test_a_counter_that_was_set_back_starts_again():

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from lightning_gpu_tools.gpus.nvml import (
     utilization_samples,
     why_unreadable,
 )
-from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, GpuProcess, UtilizationSample, not_none
+from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, GpuProcess, UtilizationSample
 
 _MAX_PER_READ = 16  # further events wait for the next read
 
@@ -33,7 +32,6 @@ class PerformanceMonitors:
     """Metrics of one GPU or MIG instance, averaged over the time between two reads."""
 
     def __init__(self, *, is_mig: bool) -> None:
-        self.pcie_bytes = [0.0, 0.0]  # sent and received
         self.since_s: float | None = None  # time of the first sample; None begins a new interval with the next read
         self._is_mig = is_mig
         self._samples: list[Any] = []  # two samples that alternate, so that no time is skipped
@@ -65,8 +63,6 @@ class PerformanceMonitors:
             if answer.nvmlReturn == pynvml.NVML_SUCCESS and math.isfinite(answer.value) and answer.value >= 0
         }
         self._samples, self.since_s = [second, first], now_s
-        for direction, metric in enumerate((_GPM_PCIE_TX, _GPM_PCIE_RX)):
-            self.pcie_bytes[direction] += metrics.get(metric, 0.0) * 2**20 * (now_s - since_s)
         return metrics
 
     def close(self) -> None:
@@ -97,7 +93,7 @@ _COUNTERS = {
 # Members of nvmlValue_t in the order of nvmlValueType_t
 _VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
-_PCIE = ("pcie_tx_bytes", "pcie_rx_bytes")
+_PCIE = {"pcie_tx_bytes": _GPM_PCIE_TX, "pcie_rx_bytes": _GPM_PCIE_RX}
 # Some PCIe counters wrap at this value, up to seven times a second (L40S), so their differences are meaningless:
 # https://github.com/NVIDIA/dcgm-exporter/issues/721. A counter that has exceeded this value does not wrap.
 _32_BITS = 2**32
@@ -124,21 +120,19 @@ class GpuProbe:
         self._event_set: Any = None  # for Xid events
         self._monitors = PerformanceMonitors(is_mig=self._is_mig)
         self._pcie_is_wide = False
-        self._pcie_by_gpm: bool | None = None  # None: not decided yet
+        self._pcie_before: dict[str, tuple[float, float]] = {}  # time and count
         self._fixed: dict[str, float] = {}  # values that do not change
         self._last_process_us = 0
         self._held_s: float | None = None
-        self._pid = os.getpid()
         self._driver = contextlib.ExitStack()
         self._driver.enter_context(session())
 
     def close(self) -> None:
         """Release all driver resources."""
-        if self._pid == os.getpid():
-            self._monitors.close()
-            self._close_events()
-            self._handle = None
-            self._driver.close()
+        self._monitors.close()
+        self._close_events()
+        self._handle = None
+        self._driver.close()
 
     def read(self) -> GpuSample:
         """Return a sample of the time since the last read."""
@@ -154,7 +148,7 @@ class GpuProbe:
             self._find()
         metrics: dict[int, float] = self._ask("GPM", self._monitors.read, now_s) or {}
         counters = self._read_counters()
-        self._replace_pcie(counters, metrics)
+        traffic = self._pcie_traffic(now_s, counters, metrics)
         memory = self._ask("memory", pynvml.nvmlDeviceGetMemoryInfo)
         milliwatts = self._ask("power", pynvml.nvmlDeviceGetPowerUsage)
         throttled_s = [counters[name] for name in ("power_capped_s", "thermal_throttled_s") if name in counters]
@@ -172,6 +166,7 @@ class GpuProbe:
             "sm_occupancy_percent": metrics.get(_OCCUPANCY),
             "tensor_active_percent": metrics.get(_TENSOR),
             "dram_active_percent": metrics.get(_DRAM),
+            **traffic,
             **counters,
             **self._fixed,
         }
@@ -282,21 +277,19 @@ class GpuProbe:
                 self._fail(f"counter {field_id}", error)
         return counters
 
-    def _replace_pcie(self, counters: dict[str, float], metrics: dict[int, float]) -> None:
-        """Put the counters of PCIe traffic from GPM in place of the driver's, or remove those that may wrap."""
-        driver = [counters.pop(name, None) for name in _PCIE]
-        if self._pcie_by_gpm is None and (metrics or "GPM" in {*self._absent, *self._failing}):
-            self._pcie_by_gpm = _GPM_PCIE_TX in metrics and _GPM_PCIE_RX in metrics
-        if self._pcie_by_gpm is None:  # use only one of the two sources, because they count from different starts
-            return
-        if self._pcie_by_gpm:
-            self._absent |= {*_PCIE}
-            found = self._monitors.pcie_bytes if metrics else []
-        else:
-            found = not_none(driver)
-            self._pcie_is_wide |= max(found, default=0.0) >= _32_BITS
-            found = found if self._pcie_is_wide else []
-        counters.update(zip(_PCIE, found, strict=False))
+    def _pcie_traffic(self, now_s: float, counters: dict[str, float], metrics: dict[int, float]) -> dict[str, float]:
+        """Return the traffic since the last read, by GPM or by counters that do not wrap. Remove the counters."""
+        counts = {name: counters.pop(name) for name in _PCIE if name in counters}
+        self._pcie_is_wide |= max(counts.values(), default=0.0) >= _32_BITS
+        before, self._pcie_before = self._pcie_before, {name: (now_s, count) for name, count in counts.items()}
+        traffic = {}
+        for name, metric in _PCIE.items():
+            begin_s, begin = before.get(name, (now_s, 0.0))
+            if metric in metrics:
+                traffic[f"{name}_per_second"] = metrics[metric] * 2**20
+            elif self._pcie_is_wide and name in counts and counts[name] >= begin and now_s > begin_s:
+                traffic[f"{name}_per_second"] = (counts[name] - begin) / (now_s - begin_s)
+        return traffic
 
     def _read_processes(self) -> tuple[GpuProcess, ...] | None:
         """Return the processes with their memory, and their utilization since the last read."""
