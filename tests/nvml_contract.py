@@ -123,9 +123,10 @@ def check_probe(wait: Callable[[float], None]) -> None:
         assert first.utilization == ()
         times = [sample.time_s for sample in second.utilization]
         assert times == sorted(set(times))
-        for name in ("energy_joules", "power_capped_s", "thermal_throttled_s"):
-            before, after = first.values.get(name), second.values.get(name)
-            assert (before is None) == (after is None)
-            assert before is None or after >= before
-        percents = {name: value for name, value in second.values.items() if name.endswith("_percent")}
+        counted = ("energy_joules", "power_capped_percent", "thermal_throttled_percent", "throttled_percent")
+        assert not first.values.keys() & {*counted}
+        assert all(second.values.get(name, 0.0) >= 0.0 for name in counted)
+        # Counters of throttling advance in steps, so that of a moment may exceed 100 %.
+        measured = second.values.keys() - {*counted}
+        percents = {name: second.values[name] for name in measured if name.endswith("_percent")}
         assert all(0 <= value <= 100 for value in percents.values()), percents

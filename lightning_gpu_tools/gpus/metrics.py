@@ -35,8 +35,8 @@ class GpuSample:
         return int(self.values[name]) if name in self.values else None
 
 
-# Reduction of the samples in a window to one value; the last two are for counters.
-Reduction = Literal["last", "max", "mean", "p5", "p95", "difference", "percent_of_time"]
+# Reduction of the samples in a window to one value
+Reduction = Literal["last", "max", "mean", "p5", "p95", "sum"]
 
 
 class Metric(NamedTuple):
@@ -73,14 +73,12 @@ class GpuWindow:
     memory_used_bytes_max: int | None = _by("max", "memory_used_bytes")
     memory_total_bytes: int | None = _by("last", logged="size of the memory")
     power_watts: float | None = _by("last", logged="power draw at the last poll")
-    energy_joules: float | None = _by("difference")
+    energy_joules: float | None = _by("sum")
     temperature_celsius: float | None = _by("last", logged="of the GPU core, at the last poll")
     temperature_celsius_max: float | None = _by("max", "temperature_celsius")
-    throttled_percent: float | None = _by(
-        "percent_of_time", "throttled_s", logged="share of time in which power or heat throttled the clocks"
-    )
-    power_capped_percent: float | None = _by("percent_of_time", "power_capped_s")
-    thermal_throttled_percent: float | None = _by("percent_of_time", "thermal_throttled_s")
+    throttled_percent: float | None = _by("mean", logged="share of time in which power or heat throttled the clocks")
+    power_capped_percent: float | None = _by("mean")
+    thermal_throttled_percent: float | None = _by("mean")
     held_clock_percent: float | None = _by("mean")
     power_limit_watts: float | None = _by("last")
     power_limit_watts_max: float | None = _by("last")

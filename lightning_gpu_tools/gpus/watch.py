@@ -132,8 +132,8 @@ class GpuWatch:
 
     def lost_clock_percent(self) -> float | None:
         """Return the largest loss of clock rate to heat and power, in percent of the highest; ``None`` if unknown."""
-        samples = [sample for uuid, sample in self._latest_samples().items() if uuid in self._trained_on]
-        held = [sample.values.get("held_clock_percent", 100.0) for sample in samples if "throttled_s" in sample.values]
+        values = [sample.values for uuid, sample in self._latest_samples().items() if uuid in self._trained_on]
+        held = [one.get("held_clock_percent", 100.0) for one in values if "throttled_percent" in one]
         return 100.0 - min(held) if held else None
 
     def note_memory(self) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuWindow, Metric
 from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, weighted_mean, weights_s
 
-# Metrics of a GPU's state at a sample, and metrics derived from counters.
-_OF_STATE = [metric for metric in METRICS if metric.reduction in ("mean", "max") and metric.source != "utilization"]
-_COUNTERS = sorted({metric.source for metric in METRICS if metric.reduction in ("difference", "percent_of_time")})
+# Metrics that need more than the last sample, or than the driver's own samples.
+_COLLECTED = [metric for metric in METRICS if metric.reduction != "last" and metric.source != "utilization"]
 
 
 def percentile(seconds: Mapping[int, float], share: float) -> float | None:
@@ -38,7 +37,7 @@ def overlap_s(phases: Sequence[tuple[float, str]], phase: str, begin_s: float, e
 class WindowBuilder:
     """An aggregate of the samples of one GPU until it is taken.
 
-    ``overlap_s`` returns the seconds between two times that belong to the window; counters are divided in proportion.
+    ``overlap_s`` returns the seconds between two times that belong to the window; sums are divided in proportion.
     """
 
     def __init__(self, uuid: str, overlap_s: Callable[[float, float], float]) -> None:
@@ -47,7 +46,6 @@ class WindowBuilder:
         # Kept from one window to the next:
         self._sample_s: float | None = None
         self._utilization_s: float | None = None
-        self._counters: dict[str, tuple[float, float]] = {}  # time and value
         self._begin()
 
     def _begin(self) -> None:
@@ -55,7 +53,7 @@ class WindowBuilder:
         # Percent -> seconds; the driver reports whole percents.
         self._utilization: defaultdict[int, float] = defaultdict(float)
         self._maxima: dict[str, float] = {}
-        # A quantity times seconds, or the increase of a counter, and the seconds; by field or process.
+        # A quantity times seconds, or a sum, and the seconds; by source or process.
         self._sums: dict[str | int, tuple[float, float]] = {}
         self._errors: dict[str, None] = {}
         self._problems: dict[str, None] = {}
@@ -71,32 +69,20 @@ class WindowBuilder:
         begin_s = sample.time_s - LONGEST_PERIOD_S if before_s is None else min(before_s, sample.time_s)
         counted_s = self._overlap_s(begin_s, sample.time_s)
         share = counted_s / (sample.time_s - begin_s) if sample.time_s > begin_s else 1.0
-        self._add_counters(sample, share)
         self._errors |= dict.fromkeys(sample.errors)
         self._problems |= dict.fromkeys(sample.problems)
         if share <= 0:
             return
-        for metric in _OF_STATE:
+        for metric in _COLLECTED:
             value = sample.values.get(metric.source)
             if value is not None and metric.reduction == "max":
                 self._maxima[metric.source] = max(value, self._maxima.get(metric.source, value))
             elif value is not None:
-                self._sum_up(metric.source, value * counted_s, counted_s)
+                self._sum_up(metric.source, value * (share if metric.reduction == "sum" else counted_s), counted_s)
         for process in sample.processes or ():
             if process.utilization_percent is not None:
                 self._sum_up(process.pid, process.utilization_percent * counted_s, counted_s)
         self._last = sample
-
-    def _add_counters(self, sample: GpuSample, share: float) -> None:
-        for name in _COUNTERS:
-            value = sample.values.get(name)
-            if value is None:
-                continue
-            before = self._counters.get(name)
-            self._counters[name] = sample.time_s, value
-            # A counter starts over after a reset, for example by a new driver.
-            if before is not None and value >= before[1] and share > 0:
-                self._sum_up(name, share * (value - before[1]), share * (sample.time_s - before[0]))
 
     def _sum_up(self, key: str | int, amount: float, seconds: float) -> None:
         total, total_s = self._sums.get(key, (0.0, 0.0))
@@ -137,9 +123,7 @@ class WindowBuilder:
         if reduction == "max":
             return self._maxima.get(source)
         total, seconds = self._sums.get(source, (None, 0.0))
-        if total is None or reduction == "difference":
+        if total is None or reduction == "sum":
             return total
-        if seconds <= 0:
-            return None
-        # Power and heat may throttle the clocks at the same time, and these counters advance in steps of 0.1 s.
-        return min(100.0 * total / seconds, 100.0) if reduction == "percent_of_time" else total / seconds
+        # Power and heat may throttle the clocks at the same time, and their counters advance in steps of 0.1 s.
+        return min(total / seconds, 100.0) if metric.field.endswith("_percent") else total / seconds

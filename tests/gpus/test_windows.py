@@ -69,24 +69,16 @@ def test_gauges_are_of_the_last_poll_and_memory_peaks():
     assert window.processes is None
 
 
-def test_counters_become_rates_over_their_own_time():
+def test_means_of_counters_are_weighted_by_time_and_sums_add_up():
     window = window_of(
-        at(10.0, throttled_s=5.0, power_capped_s=5.0),
-        at(12.0, throttled_s=5.5, power_capped_s=5.5, thermal_throttled_s=0.0),
-        at(14.0, throttled_s=6.0, power_capped_s=6.0, thermal_throttled_s=1.0),
+        at(0.0),
+        at(1.0, sm_active_percent=90.0, throttled_percent=110.0, energy_joules=5.0),
+        at(4.0, sm_active_percent=10.0, throttled_percent=98.0, energy_joules=20.0, power_capped_percent=50.0),
     )
-    assert (window.throttled_percent, window.power_capped_percent) == (25, 25)
-    assert window.thermal_throttled_percent == 50  # over the two seconds in which it was there
-
-
-def test_a_counter_that_was_set_back_starts_again():
-    window = window_of(at(1.0, energy_joules=900.0), at(2.0, energy_joules=5.0), at(3.0, energy_joules=25.0))
-    assert window.energy_joules == 20
-
-
-def test_means_of_the_hardware_counters_are_weighted_by_time():
-    window = window_of(at(0.0), at(1.0, sm_active_percent=90.0), at(4.0, sm_active_percent=10.0))
     assert window.sm_active_percent == pytest.approx((90 + 3 * 10) / 4)
+    assert window.throttled_percent == 100  # never more, because counters go in steps
+    assert window.power_capped_percent == 50  # over the three seconds in which it was there
+    assert window.energy_joules == 25
     assert window.tensor_active_percent is None
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pynvml
@@ -79,16 +79,18 @@ class PerformanceMonitors:
             pynvml.nvmlGpmSampleGet(handle, sample)
 
 
-# Value in a sample -> field value of NVML, and scale to the value's unit. By number because older versions of
-# nvidia-ml-py lack the names. The finer throttle counters (NVML_FI_DEV_CLOCKS_EVENT_REASON_*_SLOWDOWN) have different
+# Counter -> field value of NVML, and scale to the counter's unit. By number because older versions of nvidia-ml-py lack
+# the names. The finer throttle counters (NVML_FI_DEV_CLOCKS_EVENT_REASON_*_SLOWDOWN) have different
 # numbers in R580 and in nvidia-ml-py 13.615.
 _COUNTERS = {
-    "power_capped_s": (74, 1e-9),  # from nanoseconds; normal at full load
-    "thermal_throttled_s": (75, 1e-9),
+    "power_capped_percent": (74, 1e-9),  # seconds, from nanoseconds; normal at full load
+    "thermal_throttled_percent": (75, 1e-9),
     "energy_joules": (83, 1e-3),  # from millijoules
     "pcie_tx_bytes": (197, 1),
     "pcie_rx_bytes": (198, 1),
 }
+
+_THROTTLED = ("power_capped_percent", "thermal_throttled_percent")
 
 # Members of nvmlValue_t in the order of nvmlValueType_t
 _VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
@@ -119,11 +121,10 @@ class GpuProbe:
         self._last_sample_s = 0.0
         self._event_set: Any = None  # for Xid events
         self._monitors = PerformanceMonitors(is_mig=self._is_mig)
+        self._counters: dict[str, tuple[float, float]] = {}  # time and value at the last read
         self._pcie_is_wide = False
-        self._pcie_before: dict[str, tuple[float, float]] = {}  # time and count
         self._fixed: dict[str, float] = {}  # values that do not change
         self._last_process_us = 0
-        self._held_s: float | None = None
         self._driver = contextlib.ExitStack()
         self._driver.enter_context(session())
 
@@ -147,11 +148,13 @@ class GpuProbe:
         if self._handle is None:
             self._find()
         metrics: dict[int, float] = self._ask("GPM", self._monitors.read, now_s) or {}
-        counters = self._read_counters()
-        traffic = self._pcie_traffic(now_s, counters, metrics)
+        increases = self._read_counters(now_s)
         memory = self._ask("memory", pynvml.nvmlDeviceGetMemoryInfo)
         milliwatts = self._ask("power", pynvml.nvmlDeviceGetPowerUsage)
-        throttled_s = [counters[name] for name in ("power_capped_s", "thermal_throttled_s") if name in counters]
+        throttled = {
+            name: 100.0 * increase / seconds for name, (increase, seconds) in increases.items() if name in _THROTTLED
+        }
+        throttled_percent = sum(throttled.values()) if throttled else None
         values = {
             "memory_used_bytes": memory and memory.used,  # by all processes
             "memory_total_bytes": memory and memory.total,
@@ -159,15 +162,17 @@ class GpuProbe:
             "temperature_celsius": self._ask(
                 "temperature", pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU
             ),
-            "throttled_s": sum(throttled_s) if throttled_s else None,  # time with clocks throttled by power or heat
-            "held_clock_percent": self._held_clock(sum(throttled_s)),
-            # Means since the previous sample (Hopper and later):
+            # Since the previous sample:
+            **throttled,
+            "throttled_percent": throttled_percent,
+            "held_clock_percent": self._clock_percent() if throttled_percent else None,
+            "energy_joules": increases["energy_joules"][0] if "energy_joules" in increases else None,
+            **self._pcie_traffic(increases, metrics),
+            # The same (Hopper and later):
             "sm_active_percent": metrics.get(_SM),
             "sm_occupancy_percent": metrics.get(_OCCUPANCY),
             "tensor_active_percent": metrics.get(_TENSOR),
             "dram_active_percent": metrics.get(_DRAM),
-            **traffic,
-            **counters,
             **self._fixed,
         }
         return GpuSample(
@@ -193,11 +198,8 @@ class GpuProbe:
         call_or_none(pynvml.nvmlEventSetFree, self._event_set)
         self._event_set = None
 
-    def _held_clock(self, held_s: float) -> float | None:
-        """Return the clock as a percentage of the highest if it was throttled since the last read."""
-        before_s, self._held_s = self._held_s, held_s
-        if before_s is None or held_s <= before_s:
-            return None
+    def _clock_percent(self) -> float | None:
+        """Return the clock as a percentage of the highest."""
         highest_mhz = self._ask("highest clock", pynvml.nvmlDeviceGetMaxClockInfo, pynvml.NVML_CLOCK_SM)
         mhz = self._ask("clock", pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
         return 100.0 * mhz / highest_mhz if mhz and highest_mhz else None
@@ -262,33 +264,39 @@ class GpuProbe:
         rates = self._ask("utilization", pynvml.nvmlDeviceGetUtilizationRates)
         return [] if rates is None else [UtilizationSample(time_s=now_s, percent=float(rates.gpu))]
 
-    def _read_counters(self) -> dict[str, float]:
+    def _read_counters(self, now_s: float) -> dict[str, tuple[float, float]]:
+        """Return by how much each counter has increased since it was last read, and in how many seconds."""
         wanted = {name: counter for name, counter in _COUNTERS.items() if name not in self._absent}
         ids = [field_id for field_id, _ in wanted.values()]
         values = self._ask("counters", pynvml.nvmlDeviceGetFieldValues, ids) if ids else None
-        counters = {}
+        increases = {}
         for (name, (field_id, scale)), value in zip(wanted.items(), values or (), strict=False):
             if value.nvmlReturn == pynvml.NVML_SUCCESS:
                 self._failing.discard(f"counter {field_id}")
-                counters[name] = getattr(value.value, _VALUE_MEMBERS[value.valueType]) * scale
+                total = getattr(value.value, _VALUE_MEMBERS[value.valueType]) * scale
+                before_s, before = self._counters.get(name, (now_s, total))
+                self._counters[name] = now_s, total
+                # A counter starts over after a reset, for example by a new driver.
+                if total >= before and now_s > before_s:
+                    increases[name] = total - before, now_s - before_s
             elif isinstance(error := pynvml.NVMLError(value.nvmlReturn), (*REFUSED, pynvml.NVMLError_InvalidArgument)):
                 self._absent.add(name)  # older drivers report unknown fields as invalid arguments
             else:
                 self._fail(f"counter {field_id}", error)
-        return counters
+        return increases
 
-    def _pcie_traffic(self, now_s: float, counters: dict[str, float], metrics: dict[int, float]) -> dict[str, float]:
-        """Return the traffic since the last read, by GPM or by counters that do not wrap. Remove the counters."""
-        counts = {name: counters.pop(name) for name in _PCIE if name in counters}
-        self._pcie_is_wide |= max(counts.values(), default=0.0) >= _32_BITS
-        before, self._pcie_before = self._pcie_before, {name: (now_s, count) for name, count in counts.items()}
+    def _pcie_traffic(
+        self, increases: Mapping[str, tuple[float, float]], metrics: Mapping[int, float]
+    ) -> dict[str, float]:
+        """Return the traffic since the last read, by GPM or by counters that do not wrap."""
+        self._pcie_is_wide |= any(name in self._counters and self._counters[name][1] >= _32_BITS for name in _PCIE)
         traffic = {}
         for name, metric in _PCIE.items():
-            begin_s, begin = before.get(name, (now_s, 0.0))
             if metric in metrics:
                 traffic[f"{name}_per_second"] = metrics[metric] * 2**20
-            elif self._pcie_is_wide and name in counts and counts[name] >= begin and now_s > begin_s:
-                traffic[f"{name}_per_second"] = (counts[name] - begin) / (now_s - begin_s)
+            elif self._pcie_is_wide and name in increases:
+                increase, seconds = increases[name]
+                traffic[f"{name}_per_second"] = increase / seconds
         return traffic
 
     def _read_processes(self) -> tuple[GpuProcess, ...] | None:

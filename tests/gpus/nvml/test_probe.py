@@ -82,14 +82,13 @@ def test_counters_and_gauges_have_their_units(driver, probe_of):
         )
     ]
     probe = probe_of()
-    first = probe.read()
+    probe.read()
     second = probe.after(10)
     assert (second.memory_used_bytes, second.memory_total_bytes) == (59 * GIB, 80 * GIB)
     assert (second.power_watts, second.temperature_celsius) == (300, 61)
-    assert second.energy_joules - first.energy_joules == pytest.approx(3000)
-    assert second.power_capped_s - first.power_capped_s == pytest.approx(5)
-    assert second.thermal_throttled_s - first.thermal_throttled_s == pytest.approx(2.5)
-    assert second.throttled_s - first.throttled_s == pytest.approx(7.5)
+    assert second.energy_joules == pytest.approx(3000)
+    throttled = (second.power_capped_percent, second.thermal_throttled_percent, second.throttled_percent)
+    assert throttled == pytest.approx((50, 25, 75))
     assert (second.pcie_tx_bytes_per_second, second.pcie_rx_bytes_per_second) == pytest.approx((2e9, 1e9))
     assert [(one.pid, one.memory_used_bytes) for one in second.processes] == [(7, 2 * GIB)]
     assert second.problems == ()
@@ -98,10 +97,19 @@ def test_counters_and_gauges_have_their_units(driver, probe_of):
 def test_the_clock_is_asked_for_while_something_holds_it_down(driver, probe_of):
     driver.gpus = [gpu(field_values={"74": 7_000_000_000, "75": 0}, answers={"nvmlDeviceGetClockInfo": 1188})]
     probe = probe_of()
-    clocks = [probe.read().held_clock_percent, probe.read().held_clock_percent]
+    clocks = [probe.read().held_clock_percent, probe.after(1).held_clock_percent]
     driver.gpus[0].field_values = {"74": 8_000_000_000, "75": 0}
-    clocks += [probe.read().held_clock_percent, probe.read().held_clock_percent]
+    clocks += [probe.after(1).held_clock_percent, probe.after(1).held_clock_percent]
     assert clocks == [None, None, pytest.approx(60), None]
+
+
+def test_a_counter_that_was_set_back_starts_again(driver, probe_of):
+    driver.gpus = [gpu()]
+    probe, joules = probe_of(), []
+    for millijoules in (900_000, 5_000, 25_000):
+        driver.gpus[0].field_values = {"83": millijoules}
+        joules.append(probe.after(1).energy_joules)
+    assert joules == [None, None, pytest.approx(20)]
 
 
 def test_a_counter_of_pcie_that_may_wrap_is_not_reported(driver, probe_of):
@@ -239,8 +247,8 @@ def test_what_is_not_supported_is_asked_for_once(driver, probe_of):
     driver.forget_calls()
     sample = probe.read()
     assert sample.power_watts is sample.temperature_celsius is sample.processes is sample.energy_joules is None
-    assert sample.thermal_throttled_s is None
-    assert sample.throttled_s == sample.power_capped_s
+    assert sample.thermal_throttled_percent is None
+    assert sample.throttled_percent == sample.power_capped_percent == 0
     assert sample.utilization == ()
     assert sample.memory_total_bytes == 80 * GIB
     assert sample.problems == ()
