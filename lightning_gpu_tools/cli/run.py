@@ -7,6 +7,7 @@ import sys
 
 from lightning_gpu_tools.cli.pick import ABOUT_CLAIMS, add_requirements, say, select
 from lightning_gpu_tools.processes import become
+from lightning_gpu_tools.selection.claims import pass_claims_on
 from lightning_gpu_tools.selection.placement import find_launch
 from lightning_gpu_tools.units import printable_path
 
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             group = launch.group(count)
         selection = select(args, claim=True, group=group)
         selection.apply()
-        selection.pass_on()
+        pass_claims_on()
         reason = selection.reason or f"Another process has picked {selection.cuda_visible_devices}."
         if launch and group:
             reason += f" The {launch.processes} processes that {launch.program} started on this machine share them."

@@ -108,21 +108,19 @@ class HeldClaim:
         self._path = path
         self._content = content
         self.pid = os.getpid()  # a process that this one forks does not hold the claim
-        self._held = held
-        self._is_released = False
+        self.held = held
         self._said: set[str] = set()
         _held_claims.append(self)
 
     def release(self) -> None:
         """Release the claim, even if forked children still hold it. Idempotent."""
-        self._is_released = True
         with contextlib.suppress(ValueError):
             _held_claims.remove(self)
-        self._held.release()
+        self.held.release()
 
     def keep(self) -> str:
         """Take the claim again if its files were removed. Return a message about it, or ``""`` if none is new."""
-        if self._is_released or self._held.is_in(self._path):
+        if self not in _held_claims or self.held.is_in(self._path):
             return ""
         try:
             event = self._take_again()
@@ -138,11 +136,11 @@ class HeldClaim:
         with open_ledger(self._path) as ledger:
             rivals = ledger.rivals(uuids, kind, [self.job])
             content = {**self._content, "kind": "whole", "memory_bytes": None} if rivals else self._content
-            before, self._held = self._held, ledger.put("claim", content)
+            before, self.held = self.held, ledger.put("claim", content)
         owner_id = os.stat(self._path).st_uid  # who can remove the files of others
         before.release()
-        if self._is_released:  # meanwhile, by another thread
-            self._held.release()
+        if self not in _held_claims:  # released meanwhile, by another thread
+            self.held.release()
         by = f", which belongs to {user_name(owner_id)}" if _is_foreign(owner_id) else ""
         event = f"The claim of this job on {', '.join(uuids)} was removed from {printable_path(self._path)}{by}."
         if not rivals:
@@ -150,14 +148,16 @@ class HeldClaim:
         names = ", ".join(folded_claims(rivals, str))
         return f"{event} Meanwhile {names} claimed it. Both jobs now use it: talk to them, or stop this job."
 
-    def pass_on(self) -> None:
-        """Pass the claim on to a program that this process executes."""
-        self._held.pass_on()
-
 
 def held_claims() -> list[HeldClaim]:
     """Return the claims that this process holds."""
     return [claim for claim in [*_held_claims] if claim.pid == os.getpid()]
+
+
+def pass_claims_on() -> None:
+    """Pass the claims of this process on to a program that it executes."""
+    for claim in held_claims():
+        claim.held.pass_on()
 
 
 def keep_claims() -> list[str]:

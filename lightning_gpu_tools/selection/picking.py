@@ -83,11 +83,6 @@ class GpuSelection:
         if self._claim:
             claims.adopt_job(self._claim.job)
 
-    def pass_on(self) -> None:
-        """Pass the claim on to a program that this process executes."""
-        if self._claim:
-            self._claim.pass_on()
-
     def release(self) -> None:
         """Release the claim. Does not change ``CUDA_VISIBLE_DEVICES``."""
         if self._claim:
