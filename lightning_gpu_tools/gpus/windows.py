@@ -125,5 +125,7 @@ class WindowBuilder:
         total, seconds = self._sums.get(source, (None, 0.0))
         if total is None or reduction == "sum":
             return total
+        if seconds <= 0:
+            return None
         # Power and heat may throttle the clocks at the same time, and their counters advance in steps of 0.1 s.
         return min(total / seconds, 100.0) if metric.field.endswith("_percent") else total / seconds

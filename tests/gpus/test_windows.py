@@ -80,6 +80,7 @@ def test_means_of_counters_are_weighted_by_time_and_sums_add_up():
     assert window.power_capped_percent == 50  # over the three seconds in which it was there
     assert window.energy_joules == 25
     assert window.tensor_active_percent is None
+    assert window_of(at(0.0), at(0.0, sm_active_percent=90.0)).sm_active_percent is None  # no time has passed
 
 
 # Timelines
