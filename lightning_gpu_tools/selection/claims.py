@@ -242,7 +242,9 @@ class Ledger:
         return self.put("wait", {"uuids": list(uuids), "requested": count})
 
     def put(self, kind: str, content: dict[str, Any]) -> Held:
-        """Create an entry of this process."""
+        """Create an entry of this process; raise the problem of a ledger that has one."""
+        if self.problem:
+            raise self.problem
         assert self._folder is not None, "only a ledger of open_ledger can be written to"
         process = process_id(os.getpid())
         record = {

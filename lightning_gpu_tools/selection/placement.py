@@ -121,7 +121,7 @@ def count_devices() -> int:
 
 
 def _place(devices: int, attempt: Attempt) -> list[int]:
-    own = _joined_choice(devices, attempt)
+    own = _earlier_choice(devices, attempt)
     if own:
         return _use(own, attempt)
     uuids = attempt.visible_uuids
@@ -156,7 +156,7 @@ def _use(chosen: Sequence[str], attempt: Attempt) -> list[int]:
 def _check(devices: Sequence[int], attempt: Attempt) -> list[int]:
     wanted = [uuid for index, uuid in enumerate(attempt.visible_uuids) if index in devices]
     attempt.request = attempt.request._replace(count=len(devices), among=wanted)
-    if not _joined_choice(len(devices), attempt):
+    if not _earlier_choice(len(devices), attempt):
         _choose(attempt, " They were requested by number.")
     return list(devices)
 
@@ -170,7 +170,7 @@ def _choose(attempt: Attempt, remark: str) -> tuple[str, ...]:
 
 
 def _how_many(attempt: Attempt) -> int:
-    own = _joined_choice(-1, attempt)
+    own = _earlier_choice(-1, attempt)
     if own:
         return len(own)
     divided = any(uuid.startswith("MIG-") for uuid in attempt.visible_uuids)
@@ -210,13 +210,6 @@ def _claim_granted(attempt: Attempt) -> None:
         return
     uuids, ledger = attempt.visible_uuids, attempt.ledger
     try:
-        if attempt.ledger.problem:
-            raise attempt.ledger.problem
-        for claim in ledger.claims():
-            if attempt.is_choice_of_job(claim) and set(claim.uuids) == set(uuids):
-                ledger.join(claim)
-                claims.adopt_job(claim.job)
-                return
         rivals = ledger.rivals(uuids, "exclusive" if attempt.request.exclusive else "whole", claims.own_jobs())
         if rivals:
             taken = [uuid for uuid in uuids if any(claim.is_on(uuid) for claim in rivals)]
@@ -230,15 +223,14 @@ def _claim_granted(attempt: Attempt) -> None:
         claims.warn_once(f"{error} The GPUs of this job are not claimed.")
 
 
-def _joined_choice(devices: int, attempt: Attempt) -> tuple[str, ...]:
+def _earlier_choice(devices: int, attempt: Attempt) -> tuple[str, ...]:
     """Return the GPUs of this job's latest claim on this number of visible GPUs (-1: any number), and hold it, too."""
     for claim in reversed(attempt.ledger.claims()):
-        is_as_large = devices in (-1, len(claim.uuids))
-        if claims.is_of_own_job(claim) and is_as_large and {*claim.uuids} <= {*attempt.visible_uuids}:
+        is_own = claims.is_of_own_job(claim) or attempt.is_choice_of_job(claim)
+        if is_own and devices in (-1, len(claim.uuids)) and {*claim.uuids} <= {*attempt.visible_uuids}:
+            claims.adopt_job(claim.job)
             try:
-                if attempt.ledger.problem:
-                    raise attempt.ledger.problem
-                if attempt.ledger.takes_claims:
+                if attempt.ledger.takes_claims or attempt.ledger.problem:
                     attempt.ledger.join(claim)
             except ClaimsError as error:
                 claims.warn_once(f"{error} The claim of this job ends with the process that made it.")
