@@ -6,8 +6,8 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +41,6 @@ class Ask(Callback):
             os.kill(os.getpid(), self.number)
 
 
-@contextmanager
 def stopped_and_resumed(
     folder: Path,
     more: Sequence[Callback],
@@ -49,8 +48,8 @@ def stopped_and_resumed(
     is_asked: bool = True,
     max_time: str | None = None,
     **options: Any,
-) -> Iterator[Callable[[Any], None]]:
-    """Train, and train again until it stops; yield a function that goes on from a checkpoint and compares the two."""
+) -> Callable[[Any], None]:
+    """Train, and train again until it stops; return a function that goes on from a checkpoint and compares the two."""
     model = validated()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     expected = everything(train(folder / "whole", model, 7, **options), model)
@@ -68,7 +67,7 @@ def stopped_and_resumed(
         resumed = everything(train(folder / "killed", model, 99, ckpt=ckpt, plugins=plugins, **options), model)
         assert [name for name in expected if not same(expected[name], resumed[name])] == []
 
-    yield resume
+    return resume
 
 
 @pytest.mark.follows("To continue, run the same command with fit(..., ckpt_path={}).")
@@ -81,16 +80,16 @@ def test_a_run_asked_to_stop_saves_and_can_continue(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, hook: str, options: Any
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with stopped_and_resumed(tmp_path, [Ask(12, hook)], saves=False, val_check_interval=13, **options) as resume:
-        assert signal.getsignal(signal.SIGTERM) == before
-        assert [path.name for path in (tmp_path / "killed").glob("*.ckpt*")] == ["last.ckpt"]
-        resume(re.search(r"ckpt_path='(.*)'\)", caplog.text)[1])  # type: ignore[index]
+    resume = stopped_and_resumed(tmp_path, [Ask(12, hook)], saves=False, val_check_interval=13, **options)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert [path.name for path in (tmp_path / "killed").glob("*.ckpt*")] == ["last.ckpt"]
+    resume(re.search(r"ckpt_path='(.*)'\)", caplog.text)[1])  # type: ignore[index]
 
 
 def test_plugins_that_save_make_no_difference(tmp_path: Path) -> None:
     plugin = lambda: AsyncCheckpointIO(PortableCheckpointIO())  # noqa: E731 - one for each Trainer
-    with stopped_and_resumed(tmp_path, [Ask(20, "on_train_batch_end")], plugin) as resume:
-        resume("last")
+    resume = stopped_and_resumed(tmp_path, [Ask(20, "on_train_batch_end")], plugin)
+    resume("last")
 
 
 class Swap(Callback):
@@ -128,10 +127,10 @@ def test_a_slurm_job_is_saved_and_requeued_after_a_step(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     asking = Ask(20, "on_after_backward", signal.SIGUSR1)
     slurm = partial(SLURMEnvironment, auto_requeue=True)
-    with stopped_and_resumed(tmp_path, [asking], slurm, is_asked=False, saves=False) as resume:  # SLURM would end it
-        assert (tmp_path / "said").read_text() == "requeue 3\n"
-        for path in (None, tmp_path / "killed" / "last.ckpt"):  # without a path, Lightning takes its own file
-            resume(path)
+    resume = stopped_and_resumed(tmp_path, [asking], slurm, is_asked=False, saves=False)  # SLURM would end it
+    assert (tmp_path / "said").read_text() == "requeue 3\n"
+    for path in (None, tmp_path / "killed" / "last.ckpt"):  # without a path, Lightning takes its own file
+        resume(path)
 
 
 def test_a_run_stopped_before_its_first_step_ends_at_once(tmp_path: Path) -> None:
@@ -148,8 +147,8 @@ def test_time_is_up(tmp_path: Path) -> None:
                 timer = next(callback for callback in trainer.callbacks if isinstance(callback, Timer))
                 timer._duration = 0.0
 
-    with stopped_and_resumed(tmp_path, [Slow()], is_asked=False, max_time="00:01:00:00") as resume:
-        resume(tmp_path / "killed" / "last.ckpt")
+    resume = stopped_and_resumed(tmp_path, [Slow()], is_asked=False, max_time="00:01:00:00")
+    resume(tmp_path / "killed" / "last.ckpt")
 
 
 # Processes

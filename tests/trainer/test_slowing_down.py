@@ -10,7 +10,7 @@ import pytest
 import torch
 from advised import code_in
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from trainings import HandClock, Model, Samples, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor
@@ -50,16 +50,6 @@ class Reading(Callback):
     @staticmethod
     def read(recorder: run_recorder.RunRecorder) -> float:
         return sum(sum(one._weights) for one in recorder._readings.values())
-
-
-class Lengths(Dataset[torch.Tensor]):
-    """Samples that get longer; each is a row."""
-
-    def __len__(self) -> int:
-        return STEPS
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(1 + index // 30, 4)
 
 
 class Steady(Model):
@@ -130,6 +120,7 @@ def test_a_kept_graph_is_named_and_a_detached_sum_is_healthy(tmp_path: Path) -> 
 
 @pytest.mark.follows("shuffle the samples, or limit the elements per batch")
 def test_growing_batches_are_named_and_shuffled_ones_are_healthy(tmp_path: Path) -> None:
-    found = fit(tmp_path, Steady(), loader=DataLoader(Lengths()))
+    longer: Any = [torch.ones(1 + index // 30, 4) for index in range(STEPS)]
+    found = fit(tmp_path, Steady(), loader=DataLoader(longer))
     assert found.evidence["kind"] == "larger_batches"
-    assert fit(tmp_path, Steady(), loader=DataLoader(Lengths(), shuffle=True)) is None
+    assert fit(tmp_path, Steady(), loader=DataLoader(longer, shuffle=True)) is None
