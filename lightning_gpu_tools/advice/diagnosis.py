@@ -63,16 +63,16 @@ def diagnose(
         reason, change = of_short_run(run, steady, steady_s, min_steps, min_seconds)
     else:
         reason, change = words_of(run, verdict, findings, left_out)
-    warnings = early_warnings(run if out_of_memory is None else replace(run, growth=()))
     if out_of_memory is not None:
         of_memory, reason = explain_error(run, out_of_memory)
         verdict, findings, change = "out_of_memory", [*of_memory, *findings][:_MAX_FINDINGS], of_memory[0].advice
-        warnings = [warning for warning in warnings if warning.cause not in {finding.cause for finding in of_memory}]
-    elif warnings and not findings:
-        change = warnings[0].advice
-    findings += warnings
-    if failure is not None and out_of_memory is None:
-        change = f"{failure.next_step} {change}" if findings else failure.next_step
+    else:
+        warnings = early_warnings(run)
+        if warnings and not findings:
+            change = warnings[0].advice
+        findings += warnings
+        if failure is not None:
+            change = f"{failure.next_step} {change}" if findings else failure.next_step
     return Diagnosis(
         verdict=verdict,
         findings=tuple(findings),
