@@ -16,7 +16,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -61,14 +61,6 @@ class _Sample:
     step: int = 0
 
 
-class _Times(NamedTuple):
-    """The times of a sample."""
-
-    step: int
-    gap: gpu_work.Gap  # from which the GPU's work in it is not yet subtracted
-    step_s: _Seconds  # by part of the step
-
-
 class GpuTimeline:
     """A timeline of the gaps between training steps and of the steps after them."""
 
@@ -95,7 +87,8 @@ class GpuTimeline:
         self._origin: _Event = None
         self._origin_s = 0.0
         self._host_time = gpu_work.HostTime()
-        self._timed: deque[_Times] = deque(maxlen=_MAX_SAMPLES)
+        # The number of a step, the gap before it, including the GPU's work in it, and the seconds of its parts.
+        self._timed: deque[tuple[int, gpu_work.Gap, _Seconds]] = deque(maxlen=_MAX_SAMPLES)
         self._steps = 0
         self._work: defaultdict[str, gpu_work.Work] = defaultdict(gpu_work.Work)
         self._measured = 0  # samples of work, held or not
@@ -297,7 +290,7 @@ class GpuTimeline:
         gap = gpu_work.Gap(self._host_time.at(ended_s), self._host_time.at(begins_s), begins.begin_s, spent)
         step_s: _Seconds = defaultdict(float)
         _add(step_s, ((part.phase, part.gpu_s) for part in sample.parts[sample.parts_before :]))
-        self._timed.append(_Times(sample.step, gap, step_s))
+        self._timed.append((sample.step, gap, step_s))
         if begins_s - self._origin_s > _NEW_ORIGIN_S:
             self._origin, self._origin_s = begins.begin, begins_s
 

@@ -180,10 +180,6 @@ class RankExchange(BackgroundJobs):
                 self._board.read_all()
                 self._receive(self.entries())
             elif self._place.local_rank == 0:
-                self._board.read(self._ranks_of_node())
+                place = self._place
+                self._board.read(range(place.rank, min(place.rank + place.local_ranks, place.world_size)))
         return self._wanted_s - monotonic()
-
-    def _ranks_of_node(self) -> range:
-        place = self._place
-        first = place.rank - place.local_rank
-        return range(first, min(first + place.local_ranks, place.world_size))

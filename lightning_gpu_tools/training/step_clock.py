@@ -50,7 +50,7 @@ class StepClock(Stopwatch):
         self.checkpoints = 0  # number of steps after which any were written
         self.replays = 0  # of CUDA graphs
         self._checkpoint_step = -1
-        self._core_wait: ThreadWait | None = None  # None before training, or with a clock other than the kernel's
+        self._core_wait: ThreadWait | None = None  # None before training
         self.running = False
         self._data_loading, self._epoch_start = self.account(phases.DATA_LOADING), self.account(phases.EPOCH_START)
         self._around_fetch = self._around_collection = self.current
@@ -80,8 +80,7 @@ class StepClock(Stopwatch):
         super().start()
         self.running = True
         self.thread_id = threading.get_ident()
-        if self._clock is perf_counter:  # its seconds equal the kernel's
-            self._core_wait = ThreadWait()
+        self._core_wait = ThreadWait()
         self._patches.add_to(gc.callbacks, self._book_collection)
         self._started_s = self.since_s
         self.timeline.cut(self._started_s, {}, 0)
