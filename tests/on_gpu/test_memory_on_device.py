@@ -1,18 +1,18 @@
 """The account of GPU memory in real trainings, by torch's own allocator and the driver."""
 
 import gc
-import multiprocessing
-import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
-from rank_processes import processes, run_ranks
+from rank_processes import run_ranks
 from torch.utils.data import DataLoader
 from trainings import logged, quiet_trainer
 
@@ -62,22 +62,14 @@ def _every_step_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def hold(pipe: Connection) -> None:
-    held = torch.zeros(1, device="cuda")
-    pipe.send(os.getpid())
-    pipe.recv()
-    del held
-
-
 @pytest.fixture
 def other_process() -> Iterator[int]:
     """Start another process on the same GPU, which holds little of it."""
-    ours, its = multiprocessing.Pipe()
-    other = processes.Process(target=hold, args=(its,))
-    other.start()
-    yield ours.recv()
-    ours.send("end")
-    other.join()
+    code = "import sys, torch; held = torch.zeros(1, device='cuda'); print('ready', flush=True); sys.stdin.read()"
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as other:
+        assert other.stdout.readline() == "ready\n"
+        yield other.pid
 
 
 # In a container processes have other numbers, and ours is found if no other one is as large.

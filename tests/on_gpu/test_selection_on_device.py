@@ -90,15 +90,12 @@ print(torch.cuda.max_memory_reserved())
 """
 
 
-def test_the_next_job_gets_what_the_last_one_needed(tmp_path: Path, claims_dir: Path) -> None:
-    tools = ["-m", "lightning_gpu_tools", "run"]
-    options: Any = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
-    first = subprocess.run([sys.executable, *tools, "--", sys.executable, "-c", TRAIN], **options)
+def test_the_next_job_gets_what_the_last_one_needed(tmp_path: Path, claims_dir: Path, run_cli: Any) -> None:
+    first = run_cli("run", "--", sys.executable, "-c", TRAIN, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     peak = int(first.stdout.splitlines()[-1])
     assert peak > 4 * 2**26  # weights, gradients and two states
-    job = ["sh", "-c", f"cat {claims_dir}/*.json"]
-    second = subprocess.run([sys.executable, *tools, "--min-free", "last", "--", *job], **options)
+    second = run_cli("run", "--min-free", "last", "--", "sh", "-c", f"cat {claims_dir}/*.json", cwd=tmp_path)
     assert second.returncode == 0, second.stderr
     assert "of LitModel on 20" in second.stderr
     claimed = json.loads(second.stdout)["memory_bytes"]
@@ -107,10 +104,9 @@ def test_the_next_job_gets_what_the_last_one_needed(tmp_path: Path, claims_dir: 
 
 @pytest.mark.follows("Other jobs may count on the difference: ask for {}.", "{}: {} would do.")
 @pytest.mark.parametrize("asked", ["64MiB", "12GiB"])
-def test_what_the_report_says_to_ask_for_is_enough(asked: str, tmp_path: Path) -> None:
+def test_what_the_report_says_to_ask_for_is_enough(asked: str, tmp_path: Path, run_cli: Any) -> None:
     def sentence(*options: str) -> str:
-        command = [sys.executable, "-m", "lightning_gpu_tools", "run", *options, "--", sys.executable, "-c", TRAIN]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        done = run_cli("run", *options, "--", sys.executable, "-c", TRAIN, cwd=tmp_path)
         text = " ".join(done.stdout.split())
         (found,) = re.findall(r"The job asked .*? peak was [\d.]+ .iB(?:\. Other .*?B\.|: .*? would do\.|\.)", text)
         return str(found)

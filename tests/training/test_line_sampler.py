@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from trainings import HandClock
+from measured_runs import timed_steps
 
 from lightning_gpu_tools.training import line_sampler
 from lightning_gpu_tools.training.line_sampler import SWITCH_S, WINDOW_SAMPLES, LineSampler, WorkerLines
 from lightning_gpu_tools.training.phases import CALLBACK, TRAINING_STEP
 from lightning_gpu_tools.training.source_lines import Seen, line_in
-from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
+from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
 
 PACKAGES = sysconfig.get_path("purelib")
 # The frames of a stack: file and function, each in line 2.
@@ -56,22 +56,13 @@ def test_the_innermost_line_of_the_user_is_named(
 
 
 class Sampled:
-    """A training whose steps a test makes, and whose samples it takes."""
+    """A training after its warm-up, whose samples a test takes."""
 
     def __init__(self) -> None:
-        self.time = HandClock()
-        self.clock = StepClock(self.time)
+        self.clock = timed_steps([{TRAINING_STEP: 0.01}] * (WARM_UP_STEPS + 2))
         self.clock.start()
         self.sampler = LineSampler(self.clock, WorkerLines(), list)
         self.sampler._thread_id = self.clock.thread_id
-        self.clock.begin_epoch()
-
-    def step(self, count: int = 1, seconds: float = 0.01) -> None:
-        for _ in range(count):
-            self.clock.begin_fetch()
-            self.clock.end_fetch()
-            with self.clock.booked(TRAINING_STEP):
-                self.time.spend(seconds)
 
     def sample(self, phase: str, count: int = 1) -> float:
         with self.clock.booked(phase):
@@ -82,19 +73,13 @@ class Sampled:
 
 
 @pytest.fixture
-def sampled() -> Iterator[Sampled]:
+def steady() -> Iterator[Sampled]:
     before_s = sys.getswitchinterval()
     training = Sampled()
     yield training
     training.sampler.close()
     training.clock.stop()
     sys.setswitchinterval(before_s)
-
-
-@pytest.fixture
-def steady(sampled: Sampled) -> Sampled:
-    sampled.step(WARM_UP_STEPS + 2)
-    return sampled
 
 
 def test_a_window_ends_and_the_switch_interval_is_as_before(steady: Sampled) -> None:
