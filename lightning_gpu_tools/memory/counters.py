@@ -56,14 +56,14 @@ class MemoryCounters:
         self.when_read: Callable[[], None] = lambda: None  # called after a step
         self.failure: Exception | None = None  # the error that ended the readings
         self.is_reading = False
-        self.next_step = 1.0  # the next one to read, by the clock
+        self.next_step = 1.0  # the next one to read, by the clock; inf if nothing is read
+        self.known = RankMemory()  # the readings so far
         self.usual: set[int] = set()  # addresses of recorded blocks that the optimizer's first step has left
         self._training = training
         self._gpu = training.gpu
         self._clock = clock
         self._random = random.Random(0)  # a separate generator, so that training's random numbers do not change
         self._spent_s = 0.0
-        self._facts: RankMemory | None = None  # None if CUDA had not started: nothing trains on the GPU
         self._total_bytes = 0
         self._optimizer_steps = training.optimizer_steps
         self._step = StepMemory(step=0)  # that is read; its middle is its beginning until it is known
@@ -78,12 +78,12 @@ class MemoryCounters:
 
     def _begin_training(self) -> None:
         before = read_memory(self._gpu)
-        if before is None:
+        if before is None:  # CUDA has not started: nothing trains on the GPU
             self.next_step = math.inf
             return
         held = holdings.count_holdings(self._training)
         self._total_bytes = torch.cuda.get_device_properties(self._gpu).total_memory
-        self._facts = RankMemory(
+        self.known = RankMemory(
             latest=before,
             before_training=before,
             earlier_bytes=max(0, before.allocated_bytes - held.between_steps_bytes),
@@ -115,20 +115,18 @@ class MemoryCounters:
 
     def enter(self, phase: str) -> None:
         """Read the counters when validation begins or training continues."""
-        if self._facts is not None:
-            self._do(self._read, "training" if phase == "validation" else "validation")
+        self._do(self._read, "training" if phase == "validation" else "validation")
 
     def note_failure(self, kept_bytes: int | None, when_it_failed: MemoryReading | None) -> None:
         """Record the counters when memory ran out, and the bytes in tensors when the last step before it began."""
-        if self._facts is not None:
-            self._do(self._read, "training")
-            peaks = dict(self._facts.peaks_bytes)
-            if when_it_failed is not None:
-                peaks["training"] = max(peaks.get("training", 0), when_it_failed.allocated_bytes)
-            self._facts = replace(self._facts, kept_bytes=kept_bytes or 0, peaks_bytes=peaks)
+        self._do(self._read, "training")
+        peaks = dict(self.known.peaks_bytes)
+        if when_it_failed is not None:
+            peaks["training"] = max(peaks.get("training", 0), when_it_failed.allocated_bytes)
+        self.known = replace(self.known, kept_bytes=kept_bytes or 0, peaks_bytes=peaks)
 
     def _do(self, action: _Function, *args: Any) -> None:
-        if self.failure is None:
+        if self.next_step < math.inf:
             self._clock.as_own_work(self._guard, action, *args)
 
     def _guard(self, action: _Function, *args: Any) -> None:
@@ -148,36 +146,30 @@ class MemoryCounters:
 
     def _read(self, phase: str) -> MemoryReading:
         """Read the counters after a phase."""
-        reading, facts = read_memory(self._gpu), self._known
+        reading, peaks = read_memory(self._gpu), self.known.peaks_bytes
         assert reading is not None  # CUDA has started
-        peaks = facts.peaks_bytes
         if reading.peak_allocated_bytes > max(peaks.values()):
             peaks = {**peaks, phase: reading.peak_allocated_bytes}
-        self._facts = replace(facts, latest=reading, peaks_bytes=peaks)
+        self.known = replace(self.known, latest=reading, peaks_bytes=peaks)
         return reading
-
-    @property
-    def _known(self) -> RankMemory:
-        assert self._facts is not None  # CUDA has started
-        return self._facts
 
     @property
     def _is_replayed(self) -> bool:
         """Whether this step is not after the first one that begins with the optimizer's states."""
-        facts = self._facts
-        return facts is None or facts.first_step is None or facts.last_step is facts.first_step
+        first = self.known.first_step
+        return first is None or self.known.last_step is first
 
     def _read_middle(self) -> None:
         self._step = replace(self._step, middle=self._read("training"))
 
     def _begin_step(self, batch_shape: tuple[int, ...]) -> None:
-        begin, facts = self._read("training"), self._known
+        begin, facts = self._read("training"), self.known
         step = facts.last_step or self._step
         self._step = replace(step, step=self._clock.steps, batch_shape=batch_shape, begin=begin, middle=begin)
         self._replays = self._clock.replays
         if facts.holdings is not None and facts.last_step is facts.first_step:
             kept_bytes = holdings.count_holdings(self._training).gradients_bytes
-            self._facts = replace(facts, holdings=replace(facts.holdings, gradients_kept_bytes=kept_bytes))
+            self.known = replace(facts, holdings=replace(facts.holdings, gradients_kept_bytes=kept_bytes))
         self._steps_read += 1
         # The allocations of all steps that may be replayed are recorded, those of later ones less and less often.
         if self._is_replayed or self._steps_read.bit_count() == 1:
@@ -188,7 +180,7 @@ class MemoryCounters:
 
     def _end_step(self) -> None:
         end = self._read("training")
-        events, facts, step = self._take_record(end), self._known, replace(self._step, end=end)
+        events, facts, step = self._take_record(end), self.known, replace(self._step, end=end)
         if events:
             peak, in_forward = blocks.find_peak({}, events), (one.size for one in events if one.phase == "forward")
             step = replace(step, added_bytes=peak.size, forward_bytes=max(accumulate(in_forward), default=0))
@@ -212,7 +204,7 @@ class MemoryCounters:
                 holdings=replace(held, gradients_bytes=trained_bytes),
                 room_bytes=int(min(end.reserved_bytes + free_bytes, compat.allowed_bytes(self._gpu))),
             )
-        self._facts = replace(facts, last_step=step)
+        self.known = replace(facts, last_step=step)
         interval = 1
         if has_next or step.step >= _MAX_EARLY_STEPS:
             interval = min(_MAX_INTERVAL, max(1, math.ceil(self._spent_s / _BUDGET_S)))
@@ -238,38 +230,27 @@ class MemoryCounters:
             is_mixed="mixed" in (self._training.precision or ""),
             fixed=holdings.fixed_sizes(self._gpu),
         )
-        place = 1 if self._known.first_step is None else len(self._recorded)
+        place = 1 if self.known.first_step is None else len(self._recorded)
         segments_before = () if self._recorded else self._segments
         self._recorded[place:] = [replace(step, segments=segments_before, events=found)]
 
     @property
-    def kept_bytes(self) -> int | None:
-        """Bytes in tensors at the start of the last step read. Safe in any thread."""
-        last = None if self._facts is None else self._facts.last_step
-        return None if last is None else last.begin.allocated_bytes
-
-    @property
-    def left_bytes(self) -> int | None:
+    def left_bytes(self) -> int:
         """Additional bytes that would fit without other processes."""
-        return None if self._facts is None else max(0, self._total_bytes - max(self._facts.peaks_bytes.values()))
-
-    @property
-    def room_bytes(self) -> int:
-        """As in ``RankMemory``. Safe in any thread."""
-        return 0 if self._facts is None else self._facts.room_bytes
+        return max(0, self._total_bytes - self.known.peak_bytes)
 
     @property
     def recorded(self) -> tuple[StepMemory, ...]:
         """The recorded steps, once the optimizer's first is among them. Safe in any thread."""
         # After that, not every step was read, and the optimizer's first may be missing.
-        first = None if self._facts is None else self._facts.first_step
+        first = self.known.first_step
         is_whole = self._is_recorded and first is not None and first.step < _MAX_EARLY_STEPS
         return tuple(self._recorded) if is_whole and all(one.batch_shape for one in self._recorded) else ()
 
     def facts(self) -> RankMemory | None:
-        """Return the readings so far; ``None`` if a counter could not be read."""
-        facts = self._facts
-        if facts is None or self.failure is not None:
+        """Return the readings so far; ``None`` without them, or if a counter could not be read."""
+        facts = self.known
+        if self.next_step == math.inf:
             return None
         if facts.holdings is not None and not self.is_reading:
             left = (one for one in blocks.live_blocks(self._gpu) if one.stack and one.address not in self.usual)

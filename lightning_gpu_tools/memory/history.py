@@ -51,8 +51,8 @@ class MemoryHistory:
         if now_s >= self._workers_due_s and (sizes := private_memory_bytes(self._worker_pids())):
             self._timelines["workers"].add(now_s, sum(sizes))
             self._workers_due_s = now_s + _WORKERS_EVERY * (monotonic() - now_s)
-        if self._gpu is not None and (kept_bytes := self._gpu.kept_bytes) is not None:
-            self._timelines["gpu"].add(now_s, kept_bytes)
+        if self._gpu is not None and (last := self._gpu.known.last_step) is not None:
+            self._timelines["gpu"].add(now_s, last.begin.allocated_bytes)
         seen_s = now_s - self._began_s
         if seen_s >= self._alarm_due_s:
             self._alarm_due_s = seen_s + min(seen_s, _ALARM_EVERY_S)

@@ -104,7 +104,7 @@ class MemoryHoldings:
 class RankMemory:
     """The GPU memory of one rank over a run."""
 
-    latest: MemoryReading
+    latest: MemoryReading = _UNREAD
     gpu: tuple[int, int, str] = (0, 0, "")  # on which it trains: node, index and UUID
     samples: tuple[GpuSample, ...] = ()  # of the GPUs of its node, if this rank polls the driver
     own_pids: tuple[int, ...] | None = None  # the driver's PIDs of this job on its node, as far as known

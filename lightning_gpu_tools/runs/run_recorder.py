@@ -68,7 +68,7 @@ class RunRecorder:
         self.compilations = Compilations()
         self.lines = LineSampler(clock, timer.worker_lines, lambda: [one.loader for one in run.loaders])
         users = CoreUsers(
-            lambda: clock.core_wait_s,
+            clock.core_wait.seconds,
             lambda: self.ranks.pids_on_node() or (),
             lambda: {*timer.worker_lines.pids, *compat.worker_pids(run.iterator)},
         )
@@ -172,7 +172,7 @@ class RunRecorder:
         if loader is not None and loader.batch_size == steps[-1].batch_shape[0]:
             keeps_gradients = self.run.accumulate_grad_batches > 1
             self.largest_batch_size = largest_batch(
-                steps, memory.room_bytes, self.batch_bytes or 0, keeps_gradients=keeps_gradients
+                steps, memory.known.room_bytes, self.batch_bytes or 0, keeps_gradients=keeps_gradients
             )
         return math.inf
 
@@ -232,7 +232,7 @@ class RunRecorder:
         phase_s = clock.so_far()
         loading, settings = self.loaders.loading(), self.loaders.settings
         steady = sum(clock.blocks, StepBlock())
-        workers, knows_core_wait = 0 if settings is None else settings.num_workers, bool(clock.knows_core_wait)
+        workers, knows_core_wait = 0 if settings is None else settings.num_workers, bool(clock.core_wait.is_known)
         core_facts = partial(self.cores.facts, now, steady, workers, loading)
         cores = read("the use of the cores", partial(core_facts, knows_core_wait=knows_core_wait), None)
         largest = (entry.get("largest_batch_size") for entry in self.ranks.exchange.entries())

@@ -37,8 +37,12 @@ class ThreadWait:
     """
 
     def __init__(self) -> None:
+        self.is_known: bool | None = None  # whether the kernel counts; None before the counters are opened
+        self._file = -1
+
+    def open(self) -> None:
         """Open the counters of the calling thread."""
-        self._file, self.is_known = -1, False
+        self.is_known = False
         with suppress(OSError):  # a kernel or container without schedstat
             self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
             self.is_known = int(os.pread(self._file, 96, 0).split()[0]) > 0  # a kernel that does not count writes zeros

@@ -165,10 +165,6 @@ class GpuTimeline:
             },
         )
 
-    def close(self) -> None:
-        """Restore torch to its original state."""
-        self.syncs.stop()
-
     def _guard(self, action: _Function, *args: Any) -> None:
         """Run an action that uses CUDA. An error that it surfaces is the program's, which will see it as well."""
         try:

@@ -50,7 +50,7 @@ class StepClock(Stopwatch):
         self.checkpoints = 0  # number of steps after which any were written
         self.replays = 0  # of CUDA graphs
         self._checkpoint_step = -1
-        self._core_wait: ThreadWait | None = None  # None before training
+        self.core_wait = ThreadWait()  # of the training thread, during training
         self.running = False
         self._data_loading, self._epoch_start = self.account(phases.DATA_LOADING), self.account(phases.EPOCH_START)
         self._around_fetch = self._around_collection = self.current
@@ -77,12 +77,11 @@ class StepClock(Stopwatch):
 
     def start(self) -> None:
         """Start charging time."""
-        super().start()
+        self.since_s = self._started_s = self._clock()
         self.running = True
         self.thread_id = threading.get_ident()
-        self._core_wait = ThreadWait()
+        self.core_wait.open()
         self._patches.add_to(gc.callbacks, self._book_collection)
-        self._started_s = self.since_s
         self.timeline.cut(self._started_s, {}, 0)
 
     def stop(self) -> None:
@@ -93,9 +92,8 @@ class StepClock(Stopwatch):
             self._stopped_s = self.since_s
             self.running = False
             if self._gpu is not None:
-                self._gpu.close()
-            if self._core_wait is not None:
-                self._core_wait.close()
+                self._gpu.syncs.stop()
+            self.core_wait.close()
             self.timeline.cut(self._stopped_s, self.seconds, self.steps)
 
     def _book_collection(self, stage: str, info: dict[str, int]) -> None:
@@ -113,23 +111,13 @@ class StepClock(Stopwatch):
         return self._started_s > 0
 
     @property
-    def core_wait_s(self) -> float:
-        """Seconds in which the training thread was runnable but had no core, during training. Safe in any thread."""
-        return 0.0 if self._core_wait is None else self._core_wait.seconds()
-
-    @property
-    def knows_core_wait(self) -> bool | None:
-        """Whether the kernel counts these seconds; ``None`` if not checked."""
-        return None if self._core_wait is None else self._core_wait.is_known
-
-    @property
     def unseen(self) -> list[str]:
         """The parts of a step that could not be timed."""
         found = []
         seconds = self.blocks[-1].phase_s if self.blocks else self.seconds  # without the step that records the graph
         if self.replays and not any(seconds[phase] for phase in seconds if phases.is_backward(phase)):
             found.append("the parts of a step inside a CUDA graph")
-        if self.knows_core_wait is False:
+        if self.core_wait.is_known is False:
             found.append("waiting for a CPU core (schedstat)")
         return found
 
@@ -223,7 +211,7 @@ class StepClock(Stopwatch):
             thread_s, process_s, core_wait_s = self._fetch_since_s
             self._fetch_cpu_s = time.thread_time() - thread_s
             self._fetch_process_cpu_s = time.process_time() - process_s
-            self._fetch_core_wait_s = self.core_wait_s - core_wait_s
+            self._fetch_core_wait_s = self.core_wait.seconds() - core_wait_s
             self._fetch_since_s = None
 
     def end_of_data(self) -> None:
@@ -240,7 +228,7 @@ class StepClock(Stopwatch):
             steps=self.steps,
             wall_s=now_s,
             cpu_s=time.process_time(),
-            core_wait_s=self.core_wait_s,
+            core_wait_s=self.core_wait.seconds(),
             phase_s=self.seconds,
         )
         if self._sum_from is not None:
@@ -268,7 +256,7 @@ class StepClock(Stopwatch):
         else:
             self._sum_from = totals
             self._next_sum = self.steps + self._steps_per_block - self._open.steps
-            self._fetch_since_s = time.thread_time(), time.process_time(), self.core_wait_s
+            self._fetch_since_s = time.thread_time(), time.process_time(), self.core_wait.seconds()
 
 
 _runs = itertools.count()  # of this process

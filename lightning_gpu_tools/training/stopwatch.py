@@ -40,7 +40,7 @@ class Stopwatch:
         self._clock = clock
         self._around: list[Account] = []
         self.current = self.account(base)
-        self.since_s = 0.0  # time is charged up to this moment
+        self.since_s = clock()  # time is charged up to this moment
         self.entered = 0  # number of entries into contexts of `booked`
 
     @property
@@ -57,10 +57,6 @@ class Stopwatch:
     def account(self, phase: str) -> Account:
         """Return the account of a phase."""
         return self._accounts.setdefault(phase, Account(phase))
-
-    def start(self) -> None:
-        """Start charging time."""
-        self.since_s = self._clock()
 
     def switch(self, account: Account) -> Account:
         """Switch to another phase, and return the previous one."""

@@ -55,7 +55,6 @@ def test_phases_add_up_whatever_is_raised_inside(tree: Any) -> None:
     watch = Stopwatch("outside", time)
     contexts = {phase: watch.booked(phase, except_in="c" if phase == "b" else "") for phase in "abc"}
     booked["outside"] = 0.0
-    watch.start()
     began_s = time()
 
     def act(tree: Any, phase: str) -> None:
