@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -46,10 +47,7 @@ def count_holdings(training: Training) -> MemoryHoldings:
     # With DDP's gradient_as_bucket_view=True, a gradient is a view of larger storage.
     are_views = any(one.layout is torch.strided and one.untyped_storage().nbytes() > one.nbytes for one in gradients)
     seen: set[int] = set()
-
-    def size(tensors: object) -> int:
-        return _size(tensors, training.device, seen)
-
+    size = partial(_size, device=training.device, seen=seen)
     held = MemoryHoldings(
         parameters_bytes=size(weights),
         gradients_bytes=gradients_bytes,

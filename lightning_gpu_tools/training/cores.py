@@ -86,19 +86,19 @@ class CoreUsers:
     @property
     def other(self) -> CoreUser | None:
         """The program of others that used the cores most."""
-        used_s = {of: seconds for of, seconds in self._used_s.copy().items() if of[0]}
-        return self._user(used_s, max(used_s.values(), default=0.0))
+        return self._user(is_child=False)
 
     @property
     def children(self) -> CoreUser | None:
         """All children together, with the name of those that used the cores most."""
-        used_s = {of: seconds for of, seconds in self._used_s.copy().items() if not of[0]}
-        return self._user(used_s, sum(used_s.values()))
+        return self._user(is_child=True)
 
-    def _user(self, used_s: dict[tuple[str, str], float], seconds: float) -> CoreUser | None:
+    def _user(self, *, is_child: bool) -> CoreUser | None:
+        used_s = {of: seconds for of, seconds in self._used_s.copy().items() if is_child == (not of[0])}
         if not used_s:
             return None
         user, name = max(used_s, key=used_s.__getitem__)
+        seconds = sum(used_s.values()) if is_child else used_s[user, name]
         return CoreUser(user=user, name=name, cores=seconds / self._watched_s)
 
     def poll(self) -> float:
@@ -268,10 +268,9 @@ class WorkerWatch:
         now_s, before_s, before = monotonic(), self._sampled_s, self._threads
         pids = compat.worker_pids(self._iterator())
         self.pids = self.pids | set(pids)  # a new set, because another thread may iterate over the old one
-        for pid in pids:
-            stat = process_stat(pid)
-            self._states += stat is not None
-            self._waiting += stat is not None and stat.state == "D"
+        states = [stat.state for stat in map(process_stat, pids) if stat is not None]
+        self._states += len(states)
+        self._waiting += states.count("D")
         for pid in pids or [os.getpid()]:
             self._read_bytes[pid] = io_counters(pid).get("read_bytes", self._read_bytes.get(pid, 0))
         self._storage_points.append((self._steps(), sum(self._read_bytes.values())))

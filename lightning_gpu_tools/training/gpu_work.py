@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -53,15 +53,15 @@ class Part:
         return self.phase != BACKWARD and self.slept_s > self.needed_s  # a sync within backward is reported after it
 
 
+@dataclass(slots=True)
 class Work:
     """The measured work of the GPU in one phase."""
 
-    def __init__(self) -> None:
-        self.seconds: deque[float] = deque(maxlen=_MAX_MEASURED)
-        self.seen = 0  # number of samples that include it
-        self.failed = 0  # failed attempts to hold it
-        self.watched: Sequence[Part] = ()  # its parts in the last watched step
-        self.has_synced = False
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_MEASURED))
+    seen: int = 0  # number of samples that include it
+    failed: int = 0  # failed attempts to hold it
+    watched: Sequence[Part] = ()  # its parts in the last watched step
+    has_synced: bool = False
 
     @property
     def usual_s(self) -> float:

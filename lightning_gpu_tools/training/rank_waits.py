@@ -5,7 +5,7 @@ The host only queues GPU collectives. On a GPU, buckets and the end of backward 
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -76,10 +76,10 @@ class RankWaits:
             self._has_computed = False
             node = getattr(args[0] if args else None, "grad_fn", None)
             hook = None if node is None else node.register_prehook(self._begins)
+            gpu = self.gpu
+            marked = nullcontext() if gpu is None else self._buckets.around_backward(is_sampled=gpu.sample is not None)
             try:
-                if self.gpu is None:
-                    return backward(*args, **kwargs)
-                with self._buckets.around_backward(is_sampled=self.gpu.sample is not None):
+                with marked:
                     return backward(*args, **kwargs)
             finally:
                 if hook is not None:

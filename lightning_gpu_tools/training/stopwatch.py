@@ -2,10 +2,10 @@
 
 import math
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise, repeat
 from statistics import median
 from threading import get_ident
@@ -190,11 +190,9 @@ class StepTimeRecord:
         self._longest_s = 0.0
         self._slow_from_s = math.inf  # longer steps count as slow
         self._next_median = _FIRST_MEDIAN
-        # By phase: the number of slow steps, their wall time, and the last ones with their elements.
-        self._slow_counts: Counter[str] = Counter()
-        self._slow_s: defaultdict[str, float] = defaultdict(float)
-        self._slow: defaultdict[str, deque[tuple[int, int | None]]] = defaultdict(lambda: deque(maxlen=_MAX_KEPT))
-        self._items: deque[int] = deque(maxlen=_MAX_KEPT)
+        self._slow: dict[str, SlowSteps] = {}  # by phase
+        # Elements in the batches of the last slow steps of each phase, and of other steps ("").
+        self._items: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_MAX_KEPT))
 
     def begin_step(self, step: int, now_s: float) -> None:
         """Begin a step, which ends the previous one. Its number repeats if the previous one had no batch."""
@@ -219,7 +217,7 @@ class StepTimeRecord:
             if whole_s > self._slow_from_s:
                 self._add_slow(step, whole_s, before_s, spent_s, items)
             elif next_step % _SEE_BATCH_EVERY == 0 and items is not None:
-                self._items.append(items)
+                self._items[""].append(items)
             if self._count == self._next_median:
                 self._next_median += 1 + self._count // 4
                 self._slow_from_s = _SLOW_TIMES_MEDIAN * median(self._times_s)
@@ -235,9 +233,11 @@ class StepTimeRecord:
             beyond_s = now_s - then_s - (now_s - first_s) / self._count
             if now_s > then_s and beyond_s > most_s:
                 phase, most_s = account.phase, beyond_s
-        self._slow_counts[phase] += 1
-        self._slow_s[phase] += whole_s
-        self._slow[phase].append((step, items))
+        slow = self._slow.get(phase) or SlowSteps(phase=phase, count=0, seconds=0.0, steps=())
+        steps = (*slow.steps, step)[-_MAX_KEPT:]
+        self._slow[phase] = replace(slow, count=slow.count + 1, seconds=slow.seconds + whole_s, steps=steps)
+        if items is not None:
+            self._items[phase].append(items)
 
     def facts(self) -> StepTimes | None:
         """Return the step times so far; ``None`` before the second step. Only for the training thread."""
@@ -251,20 +251,9 @@ class StepTimeRecord:
             p50_s=ordered[(len(ordered) - 1) // 2],  # nearest ranks
             p95_s=ordered[math.ceil(0.95 * len(ordered)) - 1],
             max_s=self._longest_s,
-            batch_items=_median(self._items),
-            slow=tuple(
-                SlowSteps(
-                    phase=phase,
-                    count=self._slow_counts[phase],
-                    seconds=self._slow_s[phase],
-                    steps=tuple(step for step, _ in last),
-                    batch_items=_median(items for _, items in last),
-                )
-                for phase, last in self._slow.items()
-            ),
+            batch_items=self._usual_items(""),
+            slow=tuple(replace(slow, batch_items=self._usual_items(phase)) for phase, slow in self._slow.items()),
         )
 
-
-def _median(items: Iterable[int | None]) -> float | None:
-    known = [one for one in items if one is not None]
-    return median(known) if known else None
+    def _usual_items(self, phase: str) -> float | None:
+        return median(self._items[phase]) if self._items[phase] else None
