@@ -255,6 +255,7 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.given = as_root(self.root or "")
+        self.parts: dict[str, Node] = {}  # of the checkpoint, by the path without wrappers
         self.of_wrappers: dict[tuple[int, int], _Reading] = {}
         self.required = {self._leader(key) for key in self.model.shapes.keys() - self.model.optional}
 
@@ -295,7 +296,9 @@ class _Search:
     def _levels(self, unchanged: _Reading) -> Iterator[list[_Reading]]:
         """Yield readings without a change of roots, then those with roots one level deep, then two levels deep."""
         for dropped, added in ((self.given, ""), ("", self.given)):
-            if self.checkpoint_tree.find(dropped) is not None and self.model_tree.find(added) is not None:
+            part = self.checkpoint_tree.find(dropped)
+            if part is not None and self.model_tree.find(added) is not None:
+                self.parts[dropped] = part
                 break
         else:
             return
@@ -346,13 +349,14 @@ class _Search:
         return overlap
 
     def _reading(self, part: str, place: str) -> _Reading:
-        checkpoint, model = self.checkpoint_tree.find(part) or {}, self.model_tree.find(place) or {}
-        return replace(self._largest_overlap(checkpoint, model), roots=(part, place))
+        model = self.model_tree.find(place) or {}
+        return replace(self._largest_overlap(self.parts[part], model), roots=(part, place))
 
     def _parts(self, path: str) -> list[str]:
-        """Return the paths of the child modules of a module in the checkpoint."""
-        node = self.checkpoint_tree.find(path) or {}
-        return [path + name for name, _ in child_modules(inside_wrappers(node))]
+        """Return the paths of the child modules of a module in the checkpoint, without its wrappers."""
+        children = {path + name: node for name, node in child_modules(inside_wrappers(self.parts[path]))}
+        self.parts.update(children)
+        return [*children]
 
     def _places(self, path: str) -> list[str]:
         """Return the paths of the child modules of a module in the model."""
@@ -394,8 +398,7 @@ class _Search:
         tied = {key: source[self._leader(key)] for key in uncovered if self._leader(key) in source}
         absent = [key for key in uncovered if key not in tied]
         left = [key for key in self.shapes if key not in target and key not in clashes]
-        scope = self.checkpoint_tree.find(reading.roots[0]) or {}
-        inside = {*keys_below(scope), *self.checkpoint_tree.collisions} if left else set()
+        inside = {*keys_below(self.parts[reading.roots[0]]), *self.checkpoint_tree.collisions} if left else set()
         unexpected = {key: None for key in left if key in inside}
         for key in [key for key in unexpected if key.rpartition(".")[2] == WRAPPER_COUNTER]:
             node = self.checkpoint_tree.find(key.rpartition(".")[0])

@@ -49,11 +49,13 @@ def test_one_key_finds_its_place(what: str) -> None:
 
 
 TWO = keys("teacher.a.w", "teacher.b.w", "student.a.w", "student.b.w")
+CHILDREN = keys("module.module.w", "module.head.w")
 TIED_PLACES = model("a.w", "b.w", tied={"a.w": "a.w", "b.w": "a.w"})
 COLLIDES, AMBIGUOUS, MISFIT = KeyCollisionError, AmbiguousCheckpointError, CheckpointMismatchError
 REFUSED: dict[str, tuple[Any, ModelKeys, dict[str, Any], type[CheckpointError], str]] = {
     "wrapped and not": (keys("w", "module.w"), model("w"), {}, COLLIDES, r'"w" and "module\.w" would both become "w"'),
     "two sets": (TWO, model("a.w", "b.w"), {}, AMBIGUOUS, r'2 sets of .*"teacher\." and "student\.".*root="teacher\."'),
+    "one is called module": (CHILDREN, model("w"), {}, AMBIGUOUS, r'2 sets of .*"module\." and "head\."'),
     "two places": (keys("w"), TIED_PLACES, {}, AMBIGUOUS, r'model has 2 attributes.*"a\." and "b\."'),
     "a set beside the weights": (keys("w", "t.w"), model("w"), {}, MISFIT, r"not in the model: t\.w"),
     "no such root": (keys("a.w", "b.w"), model("w"), {"root": "t."}, MISFIT, r"Neither the checkpoint \(a\., b\.\)"),
