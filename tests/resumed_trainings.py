@@ -131,8 +131,10 @@ class Manual(Model):
 class Unscheduled(Model):
     """A model whose learning rate stays, so that it is the same on all ranks."""
 
+    lr = 0.02
+
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.02)
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
 class Kill(Callback):

@@ -112,20 +112,6 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-6)
 
 
-class Tunable(Model):
-    """A model that tuners can change, on loaders of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch_size, self.lr = 1, 1e-6
-
-    def train_dataloader(self) -> DataLoader[torch.Tensor]:
-        return loader(Samples(40), batch_size=self.batch_size)
-
-    def val_dataloader(self) -> DataLoader[torch.Tensor]:
-        return loader(Samples(4))
-
-
 class Spending(Callback):
     """Spends time in one hook."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
-from trainer.test_step_cost import FROM, STEPS
+from trainer.test_a_step import FROM, STEPS
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor

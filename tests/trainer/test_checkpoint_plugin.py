@@ -47,10 +47,7 @@ from lightning_gpu_tools.errors import (
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
 
 
-@pytest.mark.parametrize(
-    "in_thread",
-    [False, pytest.param(True, marks=saves_after_a_fit)],
-)
+@pytest.mark.parametrize("in_thread", [False, pytest.param(True, marks=saves_after_a_fit)])
 def test_the_file_has_clean_keys_and_any_wrapping_loads_it(in_thread: bool, tmp_path: Path) -> None:
     plugin, path = PortableCheckpointIO(), tmp_path / "a.ckpt"
     run, source = trained(tmp_path, "compile(DataParallel)", AsyncCheckpointIO(plugin) if in_thread else plugin)

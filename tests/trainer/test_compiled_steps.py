@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from advised import finding_on
 from torch._dynamo.utils import counters, get_compilation_metrics
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
-from lightning_gpu_tools.types import Report
 
 STEPS = 40
 
@@ -53,34 +53,27 @@ def test_the_monitor_does_not_change_how_a_module_compiles(tmp_path: Path) -> No
     assert compiled_by(lambda backend: fit(backend, GPUUtilizationMonitor())) == expected
 
 
-def varying(folder: Path, lengths: list[int]) -> Report:
-    """Train on batches of these lengths, with a compiled loss whose sizes are all compiled in."""
+def test_a_recompiled_function_is_named_with_the_reason(tmp_path: Path) -> None:
     torch._dynamo.reset()
     net = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
 
-    @torch.compile(backend="eager")
     def loss_of(batch: torch.Tensor) -> torch.Tensor:
         return net(batch).square().mean()
 
+    compiled, line = torch.compile(loss_of, backend="eager"), loss_of.__code__.co_firstlineno
     with (
         torch._dynamo.config.patch(automatic_dynamic_shapes=False, cache_size_limit=64),  # a name that all torch know
-        watch(folder=folder, min_steps=10, min_seconds=0.001) as run,
+        watch(folder=tmp_path, min_steps=10, min_seconds=0.001) as run,
     ):
-        for batch in run.batches([torch.ones(length, 4) for length in lengths]):
-            loss_of(batch).backward()
+        for batch in run.batches([torch.ones(1 + step % 8, 4) for step in range(3 * STEPS)]):
+            compiled(batch).backward()
             optimizer.step()
-    return load_report(folder)
-
-
-def test_a_recompiled_function_is_named_with_the_reason(tmp_path: Path) -> None:
-    report = varying(tmp_path, [1 + step % 8 for step in range(3 * STEPS)])
-    (found,) = (one for one in report.diagnosis.findings if one.cause == "recompilation")
-    line = varying.__code__.co_firstlineno + 6
+    found, report = finding_on(run, "recompilation"), load_report(tmp_path)
     assert found.evidence["recompilations"] == 7
-    assert found.evidence["source_lines"].endswith(f"test_compiled_steps.py:{line} in loss_of (100%)")  # type: ignore[union-attr]
+    assert found.evidence["source_lines"].endswith(f"test_compiled_steps.py:{line} in loss_of (100%)")
     if hasattr(get_compilation_metrics()[-1], "recompile_reason"):  # since torch 2.7
         assert "size mismatch at index 0. expected" in str(found.evidence["reason"])
         assert "mark_dynamic(batch, 0)" in found.advice
-    assert 0.0 < found.evidence["recompile_s"] <= report.wall_s  # type: ignore[operator]
-    assert found.share == pytest.approx(found.evidence["recompile_s"] / report.wall_s)  # type: ignore[operator]
+    assert 0.0 < found.evidence["recompile_s"] <= report.wall_s
+    assert found.share == pytest.approx(found.evidence["recompile_s"] / report.wall_s)

@@ -11,13 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
+from advised import code_in, finding_on
 from trainings import Model, Samples, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
@@ -28,16 +28,17 @@ pytestmark = [
     pytest.mark.usefixtures("core_waits"),
 ]
 
+CAUSE = "cpu_contention"
 COMPUTE = f"import os\nwhile os.path.exists('/proc/{os.getpid()}'): sum(range(100_000))"
 
 
 @pytest.fixture
-def one_core() -> Iterator[None]:
-    """This thread, and what it starts, on one core."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    yield
-    os.sched_setaffinity(0, before)
+def one_core() -> Iterator[set[int]]:
+    """This thread, and what it starts, on one core; gives all that there are."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield cores
+    os.sched_setaffinity(0, cores)
 
 
 @contextmanager
@@ -68,11 +69,7 @@ def test_a_training_next_to_other_programs_names_them(
     with others(tmp_path, 4):  # more than what else may run on this core
         report = train(tmp_path, burn, 0.02)
     first, printed = report.diagnosis.findings[0], " ".join(capfd.readouterr().out.split())
-    assert (report.diagnosis.verdict, first.cause, first.evidence["kind"]) == (
-        "low",
-        "cpu_contention",
-        "other_programs",
-    )
+    assert (report.diagnosis.verdict, first.cause, first.evidence["kind"]) == ("low", CAUSE, "other_programs")
     assert first.share > 0.3  # as each of the five gets a fifth
     assert report.others_cores > 0.3
     assert f"{user_name(os.getuid())}'s busy " in report.diagnosis.why
@@ -82,42 +79,33 @@ def test_a_training_next_to_other_programs_names_them(
     assert report.unseen == ()
 
 
-@contextmanager
-def children(folder: Path, count: int, *before: str) -> Iterator[list[psutil.Process]]:
-    """Processes named ``simulator`` that this one has started, and that compute all the time."""
-    program = folder / "simulator"
+def train_beside_children(folder: Path, *before: str) -> tuple[Any, float]:
+    """Train beside three processes named ``simulator`` that this one starts, and that compute all the time.
+
+    Return the report, and the seconds that they have computed.
+    """
+    program, earlier = folder / "simulator", os.times()
     if not program.is_symlink():
         program.symlink_to(Path(sys.executable).resolve())
-    with ExitStack() as ends:
-        started = []
-        for _ in range(count):
-            child = ends.enter_context(subprocess.Popen([*before, program, "-c", COMPUTE], stdout=subprocess.DEVNULL))
-            ends.callback(child.kill)
-            started.append(psutil.Process(child.pid))
-        yield started
-
-
-def cpu_s(processes: list[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
-
-
-def of_cores(report: Any) -> Any:
-    return next((one for one in report.diagnosis.findings if one.cause == "cpu_contention"), None)
+    started = [subprocess.Popen([*before, program, "-c", COMPUTE], stdout=subprocess.DEVNULL) for _ in range(3)]
+    try:
+        report = train(folder, burn, 0.03)
+    finally:
+        for child in started:
+            child.kill()
+            child.wait()
+    return report, os.times().children_user - earlier.children_user
 
 
 @pytest.mark.follows("Start fewer of them, or start them with nice -n 19, so that", "or with `nice -n 19`")
 def test_a_programs_own_processes_are_named_and_go_last_with_nice(one_core: None, tmp_path: Path) -> None:
-    with children(tmp_path, 3) as started:
-        report = train(tmp_path, burn, 0.03)
-        taken_s = cpu_s(started)
-    finding = of_cores(report)
+    report, taken_s = train_beside_children(tmp_path)
+    finding = finding_on(report, CAUSE)
     assert (report.diagnosis.findings[0], finding.evidence["kind"]) == (finding, "own_children")
     assert finding.evidence["taken_by"].startswith("child processes of this job (simulator) use ")
-    command = re.search(r"start them with (nice -n 19), so", finding.advice)[1].split()  # type: ignore[index]
-    with children(tmp_path, 3, *command) as started:
-        train(tmp_path, burn, 0.03)
-        # The training takes as much as before.
-        assert cpu_s(started) < taken_s / 2
+    command = code_in(finding.advice, r"start them with (nice -n 19), so")
+    _, taken_at_last_s = train_beside_children(tmp_path, *command.split())
+    assert taken_at_last_s < taken_s / 2  # the training takes as much as before
 
 
 def matrices(seconds: float) -> None:
@@ -129,13 +117,13 @@ def matrices(seconds: float) -> None:
 
 def runnable_threads(report: Any) -> float:
     """Return the number of runnable threads of a training that waited for a core; 0 if it did not wait."""
-    finding = of_cores(report)
+    finding = finding_on(report, CAUSE)
     return 0.0 if finding is None else float(finding.evidence["runnable_threads"])
 
 
 def of_own_threads(report: Any) -> Any:
     """Return the finding of a training whose own threads take the cores; skip the test if other programs do."""
-    finding = of_cores(report)
+    finding = finding_on(report, CAUSE)
     if finding is not None and finding.evidence["kind"] == "other_programs":
         pytest.skip("other programs take the cores")
     return finding
@@ -153,12 +141,10 @@ def many_threads() -> Iterator[int]:
 @pytest.mark.follows("torch.set_num_threads({}) (now {})")
 def test_as_few_threads_of_torch_as_advised_are_runnable(many_threads: int, tmp_path: Path) -> None:
     before = train(tmp_path, matrices, 0.05)
-    ((call, number),) = re.findall(
-        rf"^Use fewer threads: (torch\.set_num_threads\((\d+)\)) \(now {many_threads}\)", of_own_threads(before).advice
-    )
-    eval(call)
+    fewer = rf"^Use fewer threads: (torch\.set_num_threads\(\d+\)) \(now {many_threads}\)"
+    eval(code_in(of_own_threads(before).advice, fewer))
     after = train(tmp_path, matrices, 0.05)
-    assert runnable_threads(after) < int(number) + 1 < runnable_threads(before)
+    assert runnable_threads(after) < torch.get_num_threads() + 1 < runnable_threads(before)
 
 
 @pytest.mark.follows("num_workers={} (now {})")
@@ -172,19 +158,14 @@ def test_as_few_workers_as_advised_leave_the_training_thread_a_core(one_core: No
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2 or not shutil.which("taskset"), reason="one core, or no taskset")
 @pytest.mark.follows("Or give it more of the {} cores: sbatch --cpus-per-task, docker run --cpus, taskset.")
-def test_taskset_allows_more_cores(many_threads: int, tmp_path: Path) -> None:
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    try:
-        before = of_own_threads(train(tmp_path, matrices, 0.05))
-        (program,) = re.findall(r"Or give it more of the \d+ cores: .*, (\w+)\.$", before.advice)
-        command = [program, "-a", "-p", "-c", ",".join(map(str, cores)), str(os.getpid())]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        after = of_cores(train(tmp_path, matrices, 0.05))
-    finally:
-        os.sched_setaffinity(0, cores)
+def test_taskset_allows_more_cores(many_threads: int, one_core: set[int], tmp_path: Path) -> None:
+    before = of_own_threads(train(tmp_path, matrices, 0.05))
+    program = code_in(before.advice, r"Or give it more of the \d+ cores: .*, (\w+)\.$")
+    command = [program, "-a", "-p", "-c", ",".join(map(str, one_core)), str(os.getpid())]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    after = finding_on(train(tmp_path, matrices, 0.05), CAUSE)
     assert before.evidence["cores"] == 1
-    assert after is None or after.evidence["cores"] == len(cores)
+    assert after is None or after.evidence["cores"] == len(one_core)
 
 
 @pytest.mark.follows("Find which threads compute: top -H -p PID, or py-spy dump --pid PID.")
@@ -270,19 +251,13 @@ def test_thread_pools_in_workers_are_named_and_end_as_advised(
     found = [json.loads(line[6:]) for line in answer.stdout.splitlines() if line.startswith("FOUND ")]
     assert found, answer.stderr
     try:
-        check(*(one["data_loading"] for one in found))
+        (before, evidence), (after, evidence_after) = (one["data_loading"] for one in found)
+        assert evidence["kind"] == "cpu_bound"
+        assert "threads runnable, on 2 cores. Limit libraries to one thread in worker_init_fn: " in before
+        assert "cv2.setNumThreads(0)" in before
+        assert evidence_after["workers_runnable_threads"] < evidence["workers_runnable_threads"]
+        assert "worker_init_fn" not in after
     except (AssertionError, KeyError):
         if any((one["others_cores"] or 0) > MAX_OTHERS_CORES for one in found):
             pytest.skip(f"other programs have the cores: {found}")
         raise
-
-
-def check(before: tuple[str, dict[str, Any]], after: tuple[str, dict[str, Any]]) -> None:
-    advice, evidence = before
-    assert evidence["kind"] == "cpu_bound"
-    runnable = evidence["workers_runnable_threads"]
-    assert "threads runnable, on 2 cores. Limit libraries to one thread in worker_init_fn: " in advice
-    assert "cv2.setNumThreads(0)" in advice
-    advice, evidence = after
-    assert evidence["workers_runnable_threads"] < runnable
-    assert "worker_init_fn" not in advice

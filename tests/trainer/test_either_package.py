@@ -1,4 +1,4 @@
-"""The same names serve ``lightning`` and ``pytorch_lightning``, Trainer and Fabric, in any order and in one process."""
+"""The same names and entry points serve ``lightning`` and ``pytorch_lightning``, in any order and in one process."""
 
 import copy
 import importlib
@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from advised import code_in
 from cpu_as_cuda import positions
 from fake_driver import Driver
 from harness import quiet_options
+from trainings import Model, Samples, loader, quiet_trainer
 
+import lightning_gpu_tools
 from lightning_gpu_tools import (
     FreeMemoryCUDAAccelerator,
     GPUUtilizationAdvisor,
@@ -32,6 +35,8 @@ from lightning_gpu_tools.strategies import (
     FreeMemoryFSDPStrategy,
     FreeMemoryStrategy,
 )
+from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks
+from lightning_gpu_tools.trainer.entry_points import callbacks_factory
 
 TRAINERS = ["lightning.pytorch", "pytorch_lightning"]
 FABRICS = ["lightning.fabric", "lightning_fabric"]
@@ -82,8 +87,7 @@ def model(package: str, wrapped: bool) -> Any:
 
 
 def trainer(package: str, folder: Path, **options: Any) -> Any:
-    options = {**quiet_options(folder), "enable_checkpointing": True, **options}
-    return importlib.import_module(package).Trainer(**options)
+    return importlib.import_module(package).Trainer(**{**quiet_options(folder), **options})
 
 
 def test_a_training_of_one_package_resumes_in_the_other(tmp_path: Path) -> None:
@@ -91,7 +95,8 @@ def test_a_training_of_one_package_resumes_in_the_other(tmp_path: Path) -> None:
     importlib.import_module(loading)
     io = importlib.import_module(f"{saving}.plugins.io").AsyncCheckpointIO(PortableCheckpointIO())
     advisor = GPUUtilizationAdvisor(min_steps=1, min_seconds=0)
-    run = trainer(saving, tmp_path, plugins=[io], callbacks=[GPUUtilizationMonitor(), advisor, NumWorkersFinder()])
+    callbacks = [GPUUtilizationMonitor(), advisor, NumWorkersFinder()]
+    run = trainer(saving, tmp_path, plugins=[io], callbacks=callbacks, enable_checkpointing=True)
     data = torch.utils.data.DataLoader(torch.ones(60, 4))  # type: ignore[arg-type]
     source = model(saving, wrapped=True)(rate=0.5)
     run.fit(source, data)
@@ -158,3 +163,94 @@ def test_the_accelerator_serves_every_family(cuda: Driver, family: str) -> None:
     for given in (FreeMemoryCUDAAccelerator(), copy.copy(Mine())):
         assert isinstance(given, importlib.import_module(f"{family}.accelerators").CUDAAccelerator)
         assert positions(make(family, accelerator=given, devices=2, strategy="ddp"), cuda) == [3, 2]
+
+
+# Entry points: callbacks for every Trainer of the environment
+
+
+def ours(trainer: Any) -> list[str]:
+    return [type(c).__name__ for c in trainer.callbacks if type(c).__module__.startswith("lightning_gpu_tools")]
+
+
+# A torch without torch.distributed is as if it were built with USE_DISTRIBUTED=0.
+BROKEN = """
+import json, os, sys, warnings
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+before = set(sys.modules)
+from lightning_gpu_tools.trainer.entry_points import callbacks_factory
+callbacks_factory()
+print(json.dumps(sorted(set(sys.modules) - before)), flush=True)
+for name, advise in (
+    ("torch.distributed", ""), ("lightning_gpu_tools.trainer.strategies", ""), ("psutil", "advise"),
+):
+    if os.fork() == 0:
+        for loaded in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
+            sys.modules[loaded] = None  # importing it raises an error
+        sys.modules[name] = None
+        os.environ["LIGHTNING_GPU_TOOLS"] = advise
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                              enable_model_summary=False, max_steps=2, limit_val_batches=0)
+            trainer.fit(BoringModel())
+        ours = [str(one.message) for one in caught if "lightning_gpu_tools" in str(one.message)]
+        print(json.dumps([name, trainer.global_step, ours]), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_whatever_is_broken_a_trainer_trains(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    answer = run_python("-c", BROKEN, timeout=150)
+    imported, *trained = [json.loads(line) for line in answer.stdout.splitlines() if line.startswith("[")]
+    parts = ["", ".environment", ".trainer", ".trainer.entry_points", ".trainer.import_hooks"]
+    assert imported == [f"lightning_gpu_tools{part}" for part in parts]
+    assert [steps for _, steps, _ in trained] == [2, 2, 2], answer.stderr
+    *quiet, (said,) = [warnings for _, _, warnings in trained]
+    assert quiet == [[], []]  # strategies are imported when one is asked for
+    assert said.startswith("LIGHTNING_GPU_TOOLS=advise has no effect: ModuleNotFoundError(")
+
+
+@pytest.mark.follows("Set LIGHTNING_GPU_TOOLS=advise for a report on")
+@pytest.mark.parametrize("package", TRAINERS)
+def test_a_trainer_gets_callbacks_that_serve_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.delenv("LIGHTNING_GPU_TOOLS", raising=False)
+    plugin = PortableCheckpointIO()
+    (hooks,) = callbacks_factory()
+    assert isinstance(hooks, PortableCheckpointHooks)
+    assert ours(trainer(package, tmp_path, plugins=[plugin])) == ["PortableCheckpointHooks"]
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
+    names = ours(trainer(package, tmp_path, plugins=[plugin]))
+    assert names.count("GPUUtilizationMonitor") == names.count("GPUUtilizationAdvisor") == 1
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
+    assert callbacks_factory() == []
+    assert ours(trainer(package, tmp_path, plugins=[plugin])) == []
+
+
+def test_zero_code_mode_yields_to_what_the_user_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
+    mine = GPUUtilizationMonitor(report=False)
+    quiet_trainer(tmp_path, callbacks=[mine]).fit(Model(), loader(Samples(3)))
+    assert not list(tmp_path.rglob("gpu_report.json"))
+    assert "Verdict" not in capfd.readouterr().out
+
+
+@pytest.mark.filterwarnings("error:LIGHTNING_GPU_TOOLS")
+@pytest.mark.follows("LIGHTNING_GPU_TOOLS=advise has no effect on Fabric")
+def test_zero_code_mode_says_once_that_it_is_not_for_fabric(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
+    for family in FABRICS:
+        importlib.import_module(family).Fabric(accelerator="cpu", devices=1)
+    (warning,) = [str(one.message) for one in recwarn if "LIGHTNING_GPU_TOOLS" in str(one.message)]
+    assert "has no effect on Fabric" in warning
+    advised = code_in(warning, r"`(with .* as run:)`")
+    fabric = importlib.import_module(FABRICS[0]).Fabric(accelerator="cpu", devices=1)
+    monkeypatch.chdir(tmp_path)
+    loop = f"{advised}\n    for batch in run.batches(data): pass"
+    exec(loop, {"lightning_gpu_tools": lightning_gpu_tools, "fabric": fabric, "data": loader(Samples(3))})
+    assert list(tmp_path.rglob("gpu_report.json"))

@@ -1,18 +1,27 @@
 """Trainings' other stages, validate, test and predict: where their time goes, and their reports."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from advised import advice_on
+from lightning.pytorch import LightningModule, Trainer
 from rank_processes import run_ranks
-from trainings import Boom, HandClock, Model, Samples, SpendingLogger, background_threads, loader, quiet_trainer
+from trainings import (
+    Boom,
+    HandClock,
+    Model,
+    Samples,
+    Spending,
+    SpendingLogger,
+    background_threads,
+    loader,
+    quiet_trainer,
+)
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report
-from lightning_gpu_tools.errors import LowGPUUtilizationWarning
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.trainer.gpu_utilization import STEP_HOOKS
 from lightning_gpu_tools.training.run_measurements import ACTIVITIES
@@ -29,20 +38,13 @@ def report_of(folder: Path, stage: str) -> Report:
     return load_report(folder / "gpu_report" / stage / "gpu_report.json")
 
 
-class Slow(Callback):
-    """Spends time in each hook that one of the stages has of its own."""
-
-    def __init__(self, spend: Callable[[float], None]) -> None:
-        for stage in ("validation", "test", "predict"):
-            setattr(self, f"on_{stage}_batch_end", lambda *args, **kwargs: spend(0.125))
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_second_of_a_stage_is_booked_where_it_was_spent(
     tmp_path: Path, hand_clock: HandClock, stage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = Model(hand_clock.spend, step_s=2.0, validation_s=2.0)
-    callbacks = [GPUUtilizationMonitor(), Slow(hand_clock.spend)]
+    hook = f"on_{'validation' if stage == 'validate' else stage}_batch_end"
+    callbacks = [GPUUtilizationMonitor(), Spending(hand_clock.spend, hook, 0.125)]
     logger = SpendingLogger(tmp_path, hand_clock.spend, 0.5)
     trainer = quiet_trainer(tmp_path, callbacks=callbacks, logger=logger)
     run(trainer, stage, model, loader(Samples(10, hand_clock.spend, 3.0), batch_size=2))
@@ -52,7 +54,7 @@ def test_every_second_of_a_stage_is_booked_where_it_was_spent(
         "epoch_start": 2 * 3.0,
         "data_loading": 8 * 3.0,
         "training_step/forward": 5 * 2.0,
-        "callback/Slow": 5 * 0.125,
+        "callback/Spending": 5 * 0.125,
         **logged,
     }
     assert (report.steps, report.outcome, report.unseen) == (5, "completed", ())
@@ -82,22 +84,6 @@ def test_each_stage_of_a_trainer_has_its_own_report(tmp_path: Path, capsys: pyte
     assert all(callable(getattr(one, hook)) for one in trainer.callbacks for hook in STEP_HOOKS)  # type: ignore[attr-defined]
 
 
-def test_a_slow_loader_of_a_stage_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stage = "predict"
-    advisor = GPUUtilizationAdvisor(min_seconds=0.1)
-    trainer = quiet_trainer(tmp_path, callbacks=[NumWorkersFinder(), advisor])
-    with pytest.warns(LowGPUUtilizationWarning, match="Waiting for data takes"):
-        run(trainer, stage, Model(), loader(Samples(150, time.sleep, 0.005)))
-    finding = advisor.diagnosis.findings[0]
-    assert (finding.cause, finding.evidence["kind"]) == ("data_loading", "too_few_workers")
-    assert "find_loader_settings" in advisor.diagnosis.next_step
-    assert "DataLoader(..., num_workers=" in finding.advice
-    assert "NumWorkersFinder" not in finding.advice  # it acts in fit alone
-    printed = capsys.readouterr().out
-    assert f"Verdict: LOW: {ACTIVITIES[stage]} often waits" in printed
-    assert f"Model; {stage}; 150 steps" in printed
-
-
 def test_a_stage_that_fails_is_reported_up_to_there(tmp_path: Path) -> None:
     class Failing(Samples):
         def __getitem__(self, index: int) -> torch.Tensor:
@@ -113,31 +99,31 @@ def test_a_stage_that_fails_is_reported_up_to_there(tmp_path: Path) -> None:
     assert background_threads() == []
 
 
+class Uneven(Model):
+    """Two ranks take turns at being late, and exchange a metric, in each step or not."""
+
+    def __init__(self, rank: int, *, on_step: bool) -> None:
+        super().__init__()
+        self.rank, self.on_step = rank, on_step
+
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        time.sleep(0.01 * ((batch_idx + self.rank) % 2))
+        self.log("error", self.layer(batch).square().mean(), sync_dist=True, on_step=self.on_step)
+
+
 def log_in_each_step(folder: Path, rank: int) -> None:
-    """Test on two ranks that take turns at being late, and that exchange a metric: in each step, and as advised."""
-
-    class Uneven(Model):
-        on_step = True
-
-        def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-            time.sleep(0.01 * ((batch_idx + rank) % 2))
-            self.log("error", self.layer(batch).square().mean(), sync_dist=True, on_step=self.on_step)
-
-    model = Uneven()
-    for name in ("before", "after"):
+    """Test on two ranks, and then again as advised."""
+    for name, on_step in {"before": True, "after": False}.items():
         callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
         place = {"devices": 1, "num_nodes": 2, "strategy": "ddp", "use_distributed_sampler": False}
-        run(quiet_trainer(folder / name, callbacks=callbacks, **place), "test", model, loader(Samples(100)))
-        model.on_step = False
+        trainer = quiet_trainer(folder / name, callbacks=callbacks, **place)
+        run(trainer, "test", Uneven(rank, on_step=on_step), loader(Samples(100)))
 
 
 @pytest.mark.follows("Pass on_step=False to self.log")
 def test_ranks_that_log_as_advised_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    def advice(name: str) -> str:
-        findings = {one.cause: one.advice for one in report_of(tmp_path / name, "test").diagnosis.findings}
-        return findings.get("communication", "")
-
     results = run_ranks(tmp_path, log_in_each_step, nodes=2)
     assert [result.returncode for result in results] == [0, 0], "".join(result.stderr for result in results)
-    assert "Pass on_step=False to self.log, so that" in advice("before")
-    assert not advice("after")
+    before, after = (advice_on(report_of(tmp_path / name, "test"), "communication") for name in ("before", "after"))
+    assert "Pass on_step=False to self.log, so that" in before
+    assert not after

@@ -67,41 +67,10 @@ class Positioned:
         self.batches = state_dict["batches"]
 
 
-LOADERS: dict[str, Callable[[], Any]] = {
-    "persistent": partial(plain, shuffle=True, num_workers=2, persistent_workers=True),
-    "sampler and workers": lambda: plain(sampler=Shuffled(), num_workers=2),
-    "sampler with a generator": lambda: plain(sampler=OwnGenerator(np.random.default_rng(3))),
-    "batch sampler": lambda: DataLoader(Photos(), batch_sampler=BatchSampler(RandomSampler(Photos()), BATCH, False)),
-    "several": lambda: {"few": plain(partial(Photos, 8), shuffle=True), "many": plain(shuffle=True, num_workers=1)},
-    "own position": Positioned,
-}
-
-
-@pytest.mark.parametrize("name", LOADERS)
-def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path, name: str) -> None:
-    check(tmp_path, lambda: Model(LOADERS[name]), [random.Random(name).randrange(14, 26)])
-
-
-OPTIONS: dict[str, Any] = {
-    "within epochs": {"val_check_interval": 6, "accumulate_grad_batches": 3},
-    "reloaded": {"limit_train_batches": 10, "reload_dataloaders_every_n_epochs": 1},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_validation_and_options_of_the_trainer_make_no_difference(tmp_path: Path, name: str) -> None:
-    check(tmp_path, validated, [6, 16], **OPTIONS[name])
-
-
 class ByMetric(Model):
     """A learning rate that follows a torchmetric."""
 
     monitor = "mean"
-
-
-@pytest.mark.parametrize("kind", [Manual, ByMetric])
-def test_what_a_module_does_is_kept(tmp_path: Path, kind: type[Model]) -> None:
-    check(tmp_path, lambda: kind(plain), [9, 13, 20])  # within its epochs, and at an end
 
 
 class Unfreezing(BaseFinetuning):
@@ -122,17 +91,45 @@ class Changing(Callback):
         pl_module.hooks += torch.rand(3)
 
 
-CALLBACKS: dict[str, Callable[[], Callback]] = {
-    "averaging": partial(StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1),
-    "accumulation": partial(GradientAccumulationScheduler, {0: 1, 1: 2}),
-    "finetuning": Unfreezing,
-    "changes after a batch": Changing,
+def several_loaders() -> dict[str, Any]:
+    return {"few": plain(partial(Photos, 8), shuffle=True), "many": plain(shuffle=True, num_workers=1)}
+
+
+# What is trained, and arguments of `check`.
+CASES: dict[str, tuple[Callable[[], Model], dict[str, Any]]] = {
+    "persistent": (lambda: Model(partial(plain, shuffle=True, num_workers=2, persistent_workers=True)), {}),
+    "sampler and workers": (lambda: Model(lambda: plain(sampler=Shuffled(), num_workers=2)), {}),
+    "sampler with a generator": (lambda: Model(lambda: plain(sampler=OwnGenerator(np.random.default_rng(3)))), {}),
+    "batch sampler": (
+        lambda: Model(lambda: DataLoader(Photos(), batch_sampler=BatchSampler(RandomSampler(Photos()), BATCH, False))),
+        {},
+    ),
+    "several": (lambda: Model(several_loaders), {}),
+    "loader with a position": (lambda: Model(Positioned), {}),
+    "validation within epochs": (
+        validated,
+        {"steps": [6, 16], "val_check_interval": 6, "accumulate_grad_batches": 3},
+    ),
+    "reloaded": (
+        validated,
+        {"steps": [6, 16], "limit_train_batches": 10, "reload_dataloaders_every_n_epochs": 1},
+    ),
+    "manual optimization": (lambda: Manual(plain), {}),
+    "torchmetric": (lambda: ByMetric(plain), {"steps": [9, 13]}),  # within its epoch, and at its end
+    "averaging": (
+        lambda: Unscheduled(plain),
+        {"callbacks": lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)]},
+    ),
+    "accumulation": (lambda: Unscheduled(plain), {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})]}),
+    "finetuning": (lambda: Unscheduled(plain), {"callbacks": lambda: [Unfreezing()]}),
+    "changes after a batch": (lambda: Unscheduled(plain), {"callbacks": lambda: [Changing()]}),
 }
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_what_callbacks_do_is_kept(tmp_path: Path, name: str) -> None:
-    check(tmp_path, lambda: Unscheduled(plain), [20], callbacks=lambda: [CALLBACKS[name]()])
+@pytest.mark.parametrize("name", CASES)
+def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path, name: str) -> None:
+    make, options = CASES[name]
+    check(tmp_path, make, **{"steps": [random.Random(name).randrange(14, 26)], **options})
 
 
 class Curriculum(Model):
@@ -157,16 +154,6 @@ def test_a_hook_that_is_not_repeated_is_named(tmp_path: Path) -> None:
     check(tmp_path / "both", lambda: SetInBoth(plain), [20])
 
 
-def test_a_training_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
-    model = Model(plain)
-    hooks, threads = vars(model).keys(), threading.active_count()
-    before = set(hooks)
-    with pytest.raises(RuntimeError, match="killed"):
-        train(tmp_path, model, 7, more=[Kill(3)])
-    assert {name for name in set(hooks) - before if name.startswith("on_")} == set()
-    assert threading.active_count() == threads
-
-
 class Slow(Photos):
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(0.02)
@@ -186,17 +173,28 @@ def test_the_finder_changes_workers_and_no_random_number(tmp_path: Path, monkeyp
     assert same(*outcomes)
 
 
-# What cannot be exact
-
-
-def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+def test_a_killed_training_leaves_a_file_that_lightning_reads_and_another_number_of_ranks_does_not(
+    tmp_path: Path,
+) -> None:
+    model, threads = validated(), threading.active_count()
+    before = {*vars(model)}
     with pytest.raises(RuntimeError, match="killed"):
-        train(tmp_path, validated(), 7, more=[Kill(5)])
-    saved = torch.load(tmp_path / "step=5.ckpt")
+        train(tmp_path, model, 7, more=[Kill(13)])
+    assert not [name for name in {*vars(model)} - before if name.startswith("on_")]
+    assert threading.active_count() == threads
+
+    lightnings = Trainer(default_root_dir=tmp_path, max_epochs=2, accelerator="cpu", logger=False)
+    lightnings.fit(validated(), ckpt_path=tmp_path / "step=13.ckpt", weights_only=True)
+    assert lightnings.global_step == 26
+
+    saved = torch.load(tmp_path / "step=13.ckpt")
     saved["callbacks"]["ExactResume"]["ranks"] *= 2
     torch.save(saved, tmp_path / "of_two.ckpt")
     with pytest.raises(CheckpointMismatchError, match="was saved by 2 ranks, but this run has 1, which"):
         train(tmp_path, validated(), 7, ckpt=tmp_path / "of_two.ckpt")
+
+
+# What cannot be exact
 
 
 def test_a_checkpoint_without_positions_is_resumed_with_a_warning(tmp_path: Path) -> None:
@@ -206,14 +204,6 @@ def test_a_checkpoint_without_positions_is_resumed_with_a_warning(tmp_path: Path
     repeats = "The epoch begins again, and 5 of its batches are seen twice"
     with pytest.warns(UserWarning, match=rf"step=5.ckpt was saved without it, so the .* {repeats}"):
         train(tmp_path, validated(), 7, ckpt=saving.best_model_path)
-
-
-def test_lightning_alone_reads_the_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="killed"):
-        train(tmp_path, validated(), 7, more=[Kill(13)])
-    trainer = Trainer(default_root_dir=tmp_path, max_epochs=2, accelerator="cpu", logger=False)
-    trainer.fit(validated(), ckpt_path=tmp_path / "step=13.ckpt", weights_only=True)
-    assert trainer.global_step == 26
 
 
 class Cached(Photos):
@@ -232,27 +222,24 @@ class Averaged(Model):
         pass
 
 
-class Searching(Unscheduled):
-    lr = 0.02
-
-    def configure_callbacks(self) -> Any:
-        return [LearningRateFinder(num_training_steps=12)]
-
-
-INEXACT = {
-    "Stream is iterated in a way of its own, and its loader has no": lambda: Model(partial(plain, Stream)),
-    "come in any order": lambda: Model(partial(plain, num_workers=1, in_order=False)),
-    r"Cached\.rng is a separate random generator": lambda: Model(partial(plain, Cached)),
-    "Photos is iterated in a way of its own": lambda: Model(lambda: Own(Photos())),
-    r"Averaged\.on_train_batch_end runs after ModelCheckpoint": lambda: Averaged(plain),
-    "LearningRateFinder searches again": lambda: Searching(plain),
+INEXACT: dict[str, tuple[Callable[[], Any], ...]] = {
+    "Stream is iterated in a way of its own, and its loader has no": (lambda: Model(partial(plain, Stream)),),
+    "come in any order": (lambda: Model(partial(plain, num_workers=1, in_order=False)),),
+    r"Cached\.rng is a separate random generator": (lambda: Model(partial(plain, Cached)),),
+    "Photos is iterated in a way of its own": (lambda: Model(lambda: Own(Photos())),),
+    r"Averaged\.on_train_batch_end runs after ModelCheckpoint": (lambda: Averaged(plain),),
+    "LearningRateFinder searches again": (
+        lambda: Unscheduled(plain),
+        lambda: LearningRateFinder(num_training_steps=12),
+    ),
 }
 
 
 @pytest.mark.parametrize("sentence", INEXACT)
 def test_what_cannot_be_exact_is_said_before_the_first_step(tmp_path: Path, sentence: str) -> None:
+    model, *callbacks = (make() for make in INEXACT[sentence])
     with pytest.warns(UserWarning, match=sentence), pytest.raises(RuntimeError, match="killed"):
-        train(tmp_path, INEXACT[sentence](), 7, more=[Kill(0)])
+        train(tmp_path, model, 7, more=[*callbacks, Kill(0)])
 
 
 @pytest.mark.follows("Remove that option.")

@@ -42,12 +42,12 @@ def findings(cause: str, run: RunMeasurements) -> list[Finding]:
 # --- communication ------------------------------------------------------------------------------------------------
 
 
-def sent_in_each(folder: Path, rank: int, *, changes: list[dict[str, Any]]) -> None:
+def sent_in_each(folder: Path, rank: int, *, changes: list[tuple[int, bool]]) -> None:
     """Train with each of these changes on two ranks, and leave the bytes of each time that gradients were sent."""
-    (folder / f"sent{rank}").write_text(json.dumps([sent_bytes(folder, **one) for one in changes]))
+    (folder / f"sent{rank}").write_text(json.dumps([sent_bytes(folder, *one) for one in changes]))
 
 
-def sent_bytes(folder: Path, *, accumulate: int, halved: bool, **options: bool) -> list[int]:
+def sent_bytes(folder: Path, accumulate: int, halved: bool) -> list[int]:
     """Train 8 batches, and return the bytes of each time that gradients were sent."""
     sent: list[int] = []
 
@@ -64,15 +64,8 @@ def sent_bytes(folder: Path, *, accumulate: int, halved: bool, **options: bool) 
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             trainer.strategy.model.register_comm_hook(None, counted)
 
-    strategy = DDPStrategy(process_group_backend="gloo", **options)
-    trainer = quiet_trainer(
-        folder,
-        devices=2,
-        strategy=strategy,
-        accumulate_grad_batches=accumulate,
-        use_distributed_sampler=False,
-        callbacks=[Register()],
-    )
+    place = {"devices": 2, "strategy": DDPStrategy(process_group_backend="gloo"), "use_distributed_sampler": False}
+    trainer = quiet_trainer(folder, **place, accumulate_grad_batches=accumulate, callbacks=[Register()])
     trainer.fit(Model(), loader(Samples(8)))
     return sent
 
@@ -83,12 +76,7 @@ def test_gradients_are_sent_as_seldom_and_small_as_advised(tmp_path: Path) -> No
     (finding,) = findings("communication", run)
     accumulate = int(code_in(finding.advice, r"Trainer\(accumulate_grad_batches=(\d+)\)"))
     assert "bf16_compress_hook" in finding.advice
-    changes = [
-        {"accumulate": 1, "halved": False},
-        {"accumulate": accumulate, "halved": False},
-        {"accumulate": 1, "halved": True},
-    ]
-    ended = run_ranks(tmp_path, sent_in_each, options={"changes": changes})
+    ended = run_ranks(tmp_path, sent_in_each, options={"changes": [(1, False), (accumulate, False), (1, True)]})
     assert not any(rank.returncode for rank in ended), ended[0].stderr
     before, seldom, small = json.loads((tmp_path / "sent0").read_text())
     assert len(before) == accumulate * len(seldom) == len(small)

@@ -1,9 +1,7 @@
 """load_from_checkpoint, compared with Lightning's own."""
 
-import functools
 import importlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +52,13 @@ class AnyArguments(LightningModule):
         self.net = nn.Linear(width, 1)
 
 
-def save_lit(model: LightningModule, path: Path) -> Path:
+def save_lit(model: LightningModule, path: Path, **changed: Any) -> Path:
+    """Save a model, with other entries in the file."""
     trainer = quiet_trainer(path.parent)
     trainer.strategy.connect(model)
     trainer.save_checkpoint(path, weights_only=True)
+    if changed:
+        write_checkpoint({**torch.load(path), **changed}, path)
     return path
 
 
@@ -80,20 +81,14 @@ def test_a_class_loads_what_another_wrapping_of_it_saved(tmp_path: Path) -> None
     assert torch.equal(next(back.parameters()), plain.net.weight)
 
 
-def both(model_class: type[LightningModule]) -> list[Callable[..., Any]]:
-    """Our way to load a class and Lightning's."""
-    return [functools.partial(load_from_checkpoint, model_class), model_class.load_from_checkpoint]
-
-
 @pytest.mark.follows("hparams_file must end in ")
 def test_arguments_reach_the_class_as_in_lightning(tmp_path: Path) -> None:
-    path = save_lit(OneArgument({"width": 3, "depth": 1}), tmp_path / "one.ckpt")
-    for load in both(OneArgument):
-        model = load(path, depth=5, other=7)
+    path, new = save_lit(OneArgument({"width": 3, "depth": 1}), tmp_path / "one.ckpt"), {"depth": 5, "other": 7}
+    for model in (load_from_checkpoint(OneArgument, path, **new), OneArgument.load_from_checkpoint(path, **new)):
         assert (model.settings["width"], model.settings["depth"], model.other) == (3, 5, 7)
     path = save_lit(AnyArguments(width=4, a=1), tmp_path / "any.ckpt")
-    for load in both(AnyArguments):
-        assert load(path, b=2).rest == {"a": 1, "b": 2}
+    for model in (load_from_checkpoint(AnyArguments, path, b=2), AnyArguments.load_from_checkpoint(path, b=2)):
+        assert model.rest == {"a": 1, "b": 2}
     path = save_lit(Lit(width=3), tmp_path / "a.ckpt")
     with pytest.raises(ValueError, match=r"must end in \.yaml or \.yml, got '.*h\.toml'") as refusal:
         load_from_checkpoint(Lit, path, hparams_file=tmp_path / "h.toml")
@@ -134,35 +129,41 @@ def test_the_device_is_the_cpu_unless_asked(tmp_path: Path, monkeypatch: pytest.
         load_from_checkpoint(Lit, path, map_location="cuda:0")
 
 
-def test_a_checkpoint_cannot_choose_what_builds_the_model(tmp_path: Path) -> None:
-    source = Lit()
-    path = save_lit(source, tmp_path / "a.ckpt")
-    content = torch.load(path)
-    for hparams, words in (
-        ({"_instantiator": "os.system"}, "requests 'os.system' to build"),
-        (
-            {"_instantiator": "lightning.pytorch.cli.instantiate_module", "_class_path": "subprocess.Popen"},
-            "requests the class 'subprocess.Popen'",
-        ),
-    ):
-        write_checkpoint({**content, "hyper_parameters": hparams}, path)
-        with pytest.raises(UnsafeCheckpointError, match=words):
-            load_from_checkpoint(Lit, path)
-
-
 CLI = "lightning.pytorch.cli.instantiate_module"
+
+
+@pytest.mark.parametrize(
+    ("hparams", "words"),
+    [
+        ({"_instantiator": "os.system"}, "requests 'os.system' to build"),
+        ({"_instantiator": CLI, "_class_path": "subprocess.Popen"}, "requests the class 'subprocess.Popen'"),
+    ],
+)
+def test_a_checkpoint_cannot_choose_what_builds_the_model(tmp_path: Path, hparams: dict[str, str], words: str) -> None:
+    path = save_lit(Lit(), tmp_path / "a.ckpt", hyper_parameters=hparams)
+    with pytest.raises(UnsafeCheckpointError, match=words):
+        load_from_checkpoint(Lit, path)
+
+
+MINE = """
+import torch
+from advised import code_in
+from lightning.pytorch import LightningModule
+
+class Mine(LightningModule):
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(width, width)
+"""
 
 
 @pytest.mark.follows("If you trust the checkpoint, import it first")
 def test_a_class_saved_by_the_cli_is_built_once_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse")
-    path = save_lit(source := Lit(), tmp_path / "a.ckpt")
-    code = "import torch\nfrom lightning.pytorch import LightningModule\n\n\nclass Mine(LightningModule):\n"
-    code += "    def __init__(self, width: int = 2) -> None:\n        super().__init__()\n"
-    (tmp_path / "my_models.py").write_text(f"{code}        self.net = torch.nn.Linear(width, width)\n")
+    (tmp_path / "my_models.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     hparams = {"_instantiator": CLI, "_class_path": "my_models.Mine", "width": 2}
-    write_checkpoint({**torch.load(path), "hyper_parameters": hparams}, path)
+    path = save_lit(source := Lit(), tmp_path / "a.ckpt", hyper_parameters=hparams)
     with pytest.raises(UnsafeCheckpointError, match="import it first") as refusal:
         load_from_checkpoint(LightningModule, path)
     importlib.import_module(code_in(str(refusal.value), r"requests the class '(\w+)\.\w+'"))
@@ -171,8 +172,7 @@ def test_a_class_saved_by_the_cli_is_built_once_imported(tmp_path: Path, monkeyp
 
 @pytest.mark.follows("keys. Pass them in an hparams_file")
 def test_other_hyperparameters_are_passed_as_the_error_says(tmp_path: Path) -> None:
-    path = save_lit(source := Lit(), tmp_path / "a.ckpt")
-    write_checkpoint({**torch.load(path), "hyper_parameters": [2]}, path)
+    path = save_lit(source := Lit(), tmp_path / "a.ckpt", hyper_parameters=[2])
     with pytest.raises(BrokenCheckpointError) as refusal:
         load_from_checkpoint(Lit, path)
     (tmp_path / "h.yaml").write_text("width: 2")

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from advised import code_in
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, Timer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from rank_processes import run_ranks
@@ -41,7 +42,7 @@ class Ask(Callback):
             os.kill(os.getpid(), self.number)
 
 
-def stopped_and_resumed(
+def stopped(
     folder: Path,
     more: Sequence[Callback],
     plugin: Callable[[], Any] | None = None,
@@ -56,10 +57,10 @@ def stopped_and_resumed(
     model = validated()
     model.load_state_dict(weights)
     plugins = [plugin()] if plugin else []
-    with pytest.raises(SystemExit) if is_asked else nullcontext() as stopped:
+    with pytest.raises(SystemExit) if is_asked else nullcontext() as ended:
         train(folder / "killed", model, 7, more=more, plugins=plugins, max_time=max_time, **options)
-    if stopped is not None:
-        assert stopped.value.code == 128 + signal.SIGTERM
+    if ended is not None:
+        assert ended.value.code == 128 + signal.SIGTERM
 
     def resume(ckpt: Any) -> None:
         model = validated()
@@ -80,16 +81,15 @@ def test_a_run_asked_to_stop_saves_and_can_continue(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, hook: str, options: Any
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    resume = stopped_and_resumed(tmp_path, [Ask(12, hook)], saves=False, val_check_interval=13, **options)
+    resume = stopped(tmp_path, [Ask(12, hook)], saves=False, val_check_interval=13, **options)
     assert signal.getsignal(signal.SIGTERM) == before
     assert [path.name for path in (tmp_path / "killed").glob("*.ckpt*")] == ["last.ckpt"]
-    resume(re.search(r"ckpt_path='(.*)'\)", caplog.text)[1])  # type: ignore[index]
+    resume(code_in(caplog.text, r"ckpt_path='(.*)'\)"))
 
 
 def test_plugins_that_save_make_no_difference(tmp_path: Path) -> None:
     plugin = lambda: AsyncCheckpointIO(PortableCheckpointIO())  # noqa: E731 - one for each Trainer
-    resume = stopped_and_resumed(tmp_path, [Ask(20, "on_train_batch_end")], plugin)
-    resume("last")
+    stopped(tmp_path, [Ask(20, "on_train_batch_end")], plugin)("last")
 
 
 class Swap(Callback):
@@ -101,10 +101,8 @@ class Swap(Callback):
             value.data.zero_()
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        pl_module.load_state_dict({**pl_module.state_dict(), **self.weights()})
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in self.kept.items() if name.startswith("layer")}
+        layers = {name: value for name, value in self.kept.items() if name.startswith("layer")}
+        pl_module.load_state_dict({**pl_module.state_dict(), **layers})
 
 
 def test_weights_that_are_exchanged_for_validation_are_not_saved(tmp_path: Path) -> None:
@@ -127,28 +125,27 @@ def test_a_slurm_job_is_saved_and_requeued_after_a_step(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     asking = Ask(20, "on_after_backward", signal.SIGUSR1)
     slurm = partial(SLURMEnvironment, auto_requeue=True)
-    resume = stopped_and_resumed(tmp_path, [asking], slurm, is_asked=False, saves=False)  # SLURM would end it
+    resume = stopped(tmp_path, [asking], slurm, is_asked=False, saves=False)  # SLURM would end it
     assert (tmp_path / "said").read_text() == "requeue 3\n"
     for path in (None, tmp_path / "killed" / "last.ckpt"):  # without a path, Lightning takes its own file
         resume(path)
 
 
 def test_a_run_stopped_before_its_first_step_ends_at_once(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as ended:
         train(tmp_path, validated(), 7, more=[Ask(-1, "on_validation_batch_end")], saves=False)
-    assert stopped.value.code == 128 + signal.SIGTERM
+    assert ended.value.code == 128 + signal.SIGTERM
     assert not list(tmp_path.glob("*.ckpt*"))
 
 
 def test_time_is_up(tmp_path: Path) -> None:
-    class Slow(Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.fit_loop.total_batch_idx == 5:
-                timer = next(callback for callback in trainer.callbacks if isinstance(callback, Timer))
-                timer._duration = 0.0
+    def end_time(trainer: Any, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == 5:
+            timer = next(callback for callback in trainer.callbacks if isinstance(callback, Timer))
+            timer._duration = 0.0
 
-    resume = stopped_and_resumed(tmp_path, [Slow()], is_asked=False, max_time="00:01:00:00")
-    resume(tmp_path / "killed" / "last.ckpt")
+    slow = LambdaCallback(on_train_batch_end=end_time)
+    stopped(tmp_path, [slow], is_asked=False, max_time="00:01:00:00")(tmp_path / "killed" / "last.ckpt")
 
 
 # Processes
@@ -172,8 +169,9 @@ def train_again(folder: Path, rank: int, *, hit: tuple[int, int, int] | None = N
     seed_everything(5 if not list(folder.glob("*.ckpt")) else 99)
     saving = ModelCheckpoint(folder, every_n_train_steps=3, save_last=True)
     callbacks = [ExactResume(), saving, *([Hit(*hit)] if hit else [])]
-    place = {"devices": 2, "strategy": "ddp", "plugins": [PortableCheckpointIO()]}
-    trainer = quiet_trainer(folder, callbacks=callbacks, max_epochs=2, enable_checkpointing=True, **place)
+    place = {"devices": 2, "strategy": "ddp"}
+    options = {"plugins": [PortableCheckpointIO()], "enable_checkpointing": True, "max_epochs": 2}
+    trainer = quiet_trainer(folder, callbacks=callbacks, **place, **options)
     model = Unscheduled(partial(plain, shuffle=True, num_workers=workers))
     trainer.fit(model, ckpt_path="last")
     weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())

@@ -3,35 +3,33 @@
 import ctypes
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from advised import code_in
+from advised import code_in, finding_on
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.utils.data import DataLoader
-from trainings import HandClock, Model, Samples, quiet_trainer
+from trainings import HandClock, Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor
-from lightning_gpu_tools.runs import run_recorder, session
-from lightning_gpu_tools.training.step_clock import StepClock
-from lightning_gpu_tools.types import Finding
+from lightning_gpu_tools.runs import run_recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
 STEPS, STEP_S = 300, 0.005
+Spend = Callable[[float], None]
 READ_EVERY = 15  # steps
 TIMEOUT_S = 30.0
 KEPT = 250_000  # numbers per step, of 1 MB
 
-clock = HandClock()
 
-
-@pytest.fixture(autouse=True)
-def hand_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "StepClock", lambda: StepClock(clock))
+@pytest.fixture
+def spend(hand_clock: HandClock, monkeypatch: pytest.MonkeyPatch) -> Spend:
+    """Let the time pass that sessions see."""
     monkeypatch.setattr(run_recorder, "_READ_EVERY_S", 0.001)
     ctypes.CDLL(None).malloc_trim(0)  # else what earlier tests have left over is kept first, and nothing grows
+    return hand_clock.spend
 
 
 class Reading(Callback):
@@ -52,50 +50,56 @@ class Reading(Callback):
         return sum(sum(one._weights) for one in recorder._readings.values())
 
 
+class Lengths(Samples):
+    """Samples that get longer; each is a row."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(1 + index // 30, 4)
+
+
 class Steady(Model):
     """Takes 5 ms for each row of a batch, of which there is one."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        clock.spend(STEP_S * batch.numel() / 4)
+        self.spend(STEP_S * batch.numel() / 4)
         loss: torch.Tensor = self.layer(batch).mean() / 1e9
         return loss
 
 
-def fit(folder: Path, model: Model, *callbacks: Callback, loader: DataLoader[Any] | None = None) -> Finding | None:
+def fit(folder: Path, model: Model, *callbacks: Callback, **options: bool) -> Any:
+    """Train, on samples that get longer if there are options of their loader; return the finding."""
     advisor = GPUUtilizationAdvisor(min_seconds=0.001)
     trainer = quiet_trainer(folder, callbacks=[*callbacks, advisor, Reading(advisor)])
-    trainer.fit(model, loader or DataLoader(Samples(STEPS)))
-    return next((one for one in advisor.diagnosis.findings if one.cause == "slowing_down"), None)
+    trainer.fit(model, loader((Lengths if options else Samples)(STEPS), **options))
+    return finding_on(advisor, "slowing_down")
 
 
 class Median(Callback):
     """Goes through the outputs of all steps, or of the latest ones, for 50 µs each."""
 
-    def __init__(self, latest: int | None = None) -> None:
+    def __init__(self, spend: Spend, latest: int | None = None) -> None:
+        self.spend = spend
         self.outputs: deque[torch.Tensor] = deque(maxlen=latest)
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.outputs.append(torch.ones(KEPT))
-        clock.spend(5e-5 * len(self.outputs))
+        self.spend(5e-5 * len(self.outputs))
 
 
 class Summed(Steady):
     """Trains on the sum of its losses, with their graphs or without. Each loss takes backward 50 µs."""
 
-    def __init__(self, *, keeps_graph: bool) -> None:
-        super().__init__()
+    total_loss: Any = 0.0
+
+    def __init__(self, spend: Spend, *, keeps_graph: bool) -> None:
+        super().__init__(spend)
         self.keeps_graph = keeps_graph
-        self.total_loss: torch.Tensor | float = 0.0
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = self.total_loss + super().training_step(batch, batch_idx)
         self.total_loss = loss if self.keeps_graph else loss.detach()
         kept = torch.ones(KEPT)  # as long as the graph
-
-        def take_time(gradient: torch.Tensor) -> None:
-            clock.spend(5e-5 * kept[0].item())
-
-        loss.register_hook(take_time)  # type: ignore[no-untyped-call]
+        loss.register_hook(lambda gradient: self.spend(5e-5 * kept[0].item()))
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:  # type: ignore[override]
@@ -103,24 +107,22 @@ class Summed(Steady):
 
 
 @pytest.mark.follows("only the latest values: collections.deque(maxlen=1000)")
-def test_what_a_callback_keeps_is_named_and_the_latest_are_healthy(tmp_path: Path) -> None:
-    found = fit(tmp_path, Steady(), Median())
+def test_what_a_callback_keeps_is_named_and_the_latest_are_healthy(tmp_path: Path, spend: Spend) -> None:
+    found = fit(tmp_path, Steady(spend), Median(spend))
     assert (found.evidence["kind"], found.evidence["phase"]) == ("kept_memory", "callback/Median")
     assert float(found.evidence["times"]) == pytest.approx(18 / 9, rel=0.1)  # ms, in the middle of the thirds
-    maxlen = int(code_in(found.advice, r"deque\(maxlen=(\d+)\)"))
-    assert fit(tmp_path, Steady(), Median(latest=maxlen // 50)) is None  # the run is as much shorter
+    latest = int(code_in(found.advice, r"deque\(maxlen=(\d+)\)")) // 50  # the run is as much shorter
+    assert fit(tmp_path, Steady(spend), Median(spend, latest)) is None
 
 
 @pytest.mark.follows("Keep loss.detach() or loss.item() instead of a loss with its graph")
-def test_a_kept_graph_is_named_and_a_detached_sum_is_healthy(tmp_path: Path) -> None:
-    found = fit(tmp_path, Summed(keeps_graph=True))
+def test_a_kept_graph_is_named_and_a_detached_sum_is_healthy(tmp_path: Path, spend: Spend) -> None:
+    found = fit(tmp_path, Summed(spend, keeps_graph=True))
     assert (found.evidence["kind"], found.evidence["phase"]) == ("kept_memory", "training_step/Summed.backward")
-    assert fit(tmp_path, Summed(keeps_graph=False)) is None
+    assert fit(tmp_path, Summed(spend, keeps_graph=False)) is None
 
 
 @pytest.mark.follows("shuffle the samples, or limit the elements per batch")
-def test_growing_batches_are_named_and_shuffled_ones_are_healthy(tmp_path: Path) -> None:
-    longer: Any = [torch.ones(1 + index // 30, 4) for index in range(STEPS)]
-    found = fit(tmp_path, Steady(), loader=DataLoader(longer))
-    assert found.evidence["kind"] == "larger_batches"
-    assert fit(tmp_path, Steady(), loader=DataLoader(longer, shuffle=True)) is None
+def test_growing_batches_are_named_and_shuffled_ones_are_healthy(tmp_path: Path, spend: Spend) -> None:
+    assert fit(tmp_path, Steady(spend), shuffle=False).evidence["kind"] == "larger_batches"
+    assert fit(tmp_path, Steady(spend), shuffle=True) is None

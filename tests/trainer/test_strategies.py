@@ -15,6 +15,7 @@ from typing import Any
 import cpu_as_cuda
 import pytest
 import torch
+from advised import code_in
 from cause_examples import MEMORY_EXAMPLES, TIME_EXAMPLES
 from cpu_as_cuda import positions
 from fake_driver import Driver, gpu, mig, process
@@ -43,12 +44,8 @@ from lightning_gpu_tools.strategies import (
 )
 from lightning_gpu_tools.trainer.facts import TrainerRun
 
-BY_NAME = {
-    "free_memory": FreeMemoryStrategy,
-    "ddp_free_memory": FreeMemoryDDPStrategy,
-    "fsdp_free_memory": FreeMemoryFSDPStrategy,
-    "deepspeed_free_memory": FreeMemoryDeepSpeedStrategy,
-}
+STRATEGIES = FreeMemoryStrategy, FreeMemoryDDPStrategy, FreeMemoryFSDPStrategy, FreeMemoryDeepSpeedStrategy
+BY_NAME = {strategy.strategy_name: strategy for strategy in STRATEGIES}
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 NAMES = [pytest.param(name, marks=needs_deepspeed if "deepspeed" in name else ()) for name in BY_NAME]
 pytestmark = pytest.mark.usefixtures("claims_dir")
@@ -155,7 +152,7 @@ def test_lightning_cli_builds_every_strategy_and_the_accelerator(cuda: Driver, t
 OPTIONS = list(inspect.signature(select_gpus, eval_str=True).parameters.values())[1:]
 
 
-@pytest.mark.parametrize("taker", [*BY_NAME.values(), FreeMemoryCUDAAccelerator])
+@pytest.mark.parametrize("taker", [*STRATEGIES, FreeMemoryCUDAAccelerator])
 def test_every_signature_shows_the_options_of_a_selection(taker: Any) -> None:
     assert [one.name for one in OPTIONS] == [*ranking.OPTIONS] == [*Request._fields[1:-2]]
     parameters = inspect.signature(taker, eval_str=True).parameters
@@ -258,8 +255,8 @@ def test_advised_accelerators_find_a_free_gpu_and_claim_what_is_needed(cuda: Dri
     cuda.gpus[3].processes = [process(1)]
     (finding,) = shared_gpu.find(TIME_EXAMPLES["shared_gpu"].sick)
     (other,) = other_processes.find(MEMORY_EXAMPLES["other_processes"].sick)
-    texts = re.search(r", or (\S+)\), then", finding.advice), re.search(r"(\S+) claims it", other.advice)
-    free, claiming = (eval(text[1], {"FreeMemoryCUDAAccelerator": FreeMemoryCUDAAccelerator}) for text in texts)
+    texts = code_in(finding.advice, r", or (\S+)\), then"), code_in(other.advice, r"(\S+) claims it")
+    free, claiming = (eval(text, {"FreeMemoryCUDAAccelerator": FreeMemoryCUDAAccelerator}) for text in texts)
     assert positions(Trainer(accelerator=free, devices=1, logger=False), cuda) == [2]
     for claim in held_claims():
         claim.release()
@@ -298,29 +295,23 @@ def test_a_trainer_opens_and_reads_the_driver_once(cuda: Driver, strategy: str) 
     assert cuda.calls() == calls
 
 
-HOLD = """
-import sys
-from lightning_gpu_tools import select_gpus
-held = select_gpus(min_free="8GiB")
-print(flush=True)
-sys.stdin.read()
-"""
+def holding(size: str, program: str = "run") -> subprocess.Popen[bytes]:
+    """Start a program that claims memory of a GPU, prints a line, and waits."""
+    command = [sys.executable, "-m", "lightning_gpu_tools", program, "--min-free", size, "--", "sh", "-c", "echo; cat"]
+    return subprocess.Popen(command, stdin=-1, stdout=-1)
 
 
 @pytest.mark.follows("Claim GPUs as well: choose them with this package, or with `lightning-gpu-tools run`.")
 def test_a_job_without_a_claim_hears_of_rivals(cuda: Driver, claims_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", cuda.gpus[3].uuid)
-    with subprocess.Popen([sys.executable, "-c", HOLD], stdin=-1, stdout=-1, text=True) as other:
+    made = Trainer(accelerator="cuda", devices=1, strategy="ddp", logger=False)
+    with holding("8GiB") as other:
         other.stdout.readline()
-        made = Trainer(accelerator="cuda", devices=1, strategy="ddp", logger=False)
         (message,) = shortcomings(TrainerRun(made))
-        assert re.search(
-            rf"memory of GPU 0, and may use it at any time: 8\.00 GiB by \w+ \(pid {other.pid}\)\.", message
-        )
-        (program,) = re.findall(r"or with `lightning-gpu-tools (\w+)`", message)
-        command = [sys.executable, "-m", "lightning_gpu_tools", program, "--min-free", "1GiB", "--", "sh", "-c"]
+        rival = rf"8\.00 GiB by \w+ \(pid {other.pid}\)\."
+        assert re.search(rf"memory of GPU 0, and may use it at any time: {rival}", message)
         assert claimed_bytes(TrainerRun(made)) is None
-        with subprocess.Popen([*command, "echo; cat"], stdin=-1, stdout=-1) as own:
+        with holding("1GiB", code_in(message, r"or with `lightning-gpu-tools (\w+)`")) as own:
             own.stdout.readline()
             claims = {claim.pid: claim.memory_bytes for claim in claims_in(claims_dir)}
             own.kill()
