@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import MAX_USERS, GpuClaim, GpuWaiter, folded_claims
@@ -27,10 +27,8 @@ from lightning_gpu_tools.processes import (
     running_kernel,
 )
 from lightning_gpu_tools.selection import claim_files
+from lightning_gpu_tools.selection.claim_files import Entry, Folder, Held
 from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path, user_name
-
-if TYPE_CHECKING:
-    from lightning_gpu_tools.selection.claim_files import Entry, Folder, Held
 
 _Parsed = TypeVar("_Parsed")
 # Names of the jobs of this process and its children, comma-separated.
@@ -107,7 +105,6 @@ class HeldClaim:
         self.job: str = content["job"]
         self._path = path
         self._content = content
-        self.pid = os.getpid()  # a process that this one forks does not hold the claim
         self.held = held
         self._said: set[str] = set()
         _held_claims.append(self)
@@ -151,7 +148,7 @@ class HeldClaim:
 
 def held_claims() -> list[HeldClaim]:
     """Return the claims that this process holds."""
-    return [claim for claim in [*_held_claims] if claim.pid == os.getpid()]
+    return [claim for claim in [*_held_claims] if claim.held.pid == os.getpid()]
 
 
 def pass_claims_on() -> None:

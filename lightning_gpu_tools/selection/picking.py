@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError, CudaAlreadyInitializedError, NotEnoughGpusError
 from lightning_gpu_tools.gpus import limits
@@ -20,7 +20,6 @@ from lightning_gpu_tools.selection.ranking import (
     Ranking,
     Rejection,
     Request,
-    TorchBuild,
     attainable,
     best_set,
     folded_reasons,
@@ -29,9 +28,6 @@ from lightning_gpu_tools.selection.ranking import (
     why_picked,
 )
 from lightning_gpu_tools.units import format_duration, plural
-
-if TYPE_CHECKING:
-    from lightning_gpu_tools.selection.claims import HeldClaim
 
 _T = TypeVar("_T")
 
@@ -54,7 +50,7 @@ class GpuSelection:
         reason: A sentence that explains the choice; empty if another process of the job picked them.
     """
 
-    def __init__(self, gpus: tuple[GpuReading, ...], reason: str, claim: HeldClaim | None = None) -> None:
+    def __init__(self, gpus: tuple[GpuReading, ...], reason: str, claim: claims.HeldClaim | None = None) -> None:
         self.gpus = gpus
         self.reason = reason
         self._claim = claim
@@ -190,11 +186,6 @@ class Attempt:
         """All GPUs of the machine, read from the driver on first use."""
         return self.read_gpus()
 
-    @functools.cached_property
-    def torch(self) -> TorchBuild | None:
-        """The installed torch, if it may lack code for one of the GPUs."""
-        return cuda.installed_torch(self.gpus)
-
     @property
     def visible(self) -> tuple[GpuReading, ...]:
         """The GPUs that may be picked, in CUDA's order."""
@@ -225,7 +216,7 @@ class Attempt:
     def rank(self, request: Request, ahead: Sequence[GpuWaiter] = ()) -> Ranking:
         """Rank the GPUs that may be picked, for this or another request."""
         others = [claim for claim in self.live_claims if not claims.is_of_own_job(claim)]
-        return rank_gpus(self.visible, others, request, {os.getpid()}, ahead, self.torch)
+        return rank_gpus(self.visible, others, request, {os.getpid()}, ahead, cuda.installed_torch(self.gpus))
 
     def choose(self) -> GpuSelection:
         """Pick and claim GPUs. Raise the errors of :func:`select_gpus`."""
@@ -268,7 +259,7 @@ class Attempt:
         is_rank = "LOCAL_RANK" in os.environ
         return is_rank and claims.is_of_own_job(claim) and len(claim.uuids) == self.request.count
 
-    def take(self, uuids: Sequence[str], *, share: bool = False) -> HeldClaim:
+    def take(self, uuids: Sequence[str], *, share: bool = False) -> claims.HeldClaim:
         """Claim GPUs as requested; if others ``share`` them, as ``whole``, which contradicts no other claim."""
         request = self.request
         take = functools.partial(self.ledger.take, uuids, group=request.group)
@@ -343,7 +334,7 @@ def pick(request: Request, decide: Callable[[Attempt], _T]) -> _T:
                         raise
                     reasons = error
                 if announced_s == -math.inf:  # the first time
-                    uuids = attainable(attempt.visible, attempt.request, attempt.torch)
+                    uuids = attainable(attempt.visible, attempt.request, cuda.installed_torch(attempt.gpus))
                     if len(uuids) < attempt.request.count:
                         raise _prefixed(reasons, "Waiting cannot help, because even idle GPUs would not qualify.")
                 if ledger.takes_claims and not (place and place.is_in(claims.directory())):  # it may have been removed
