@@ -43,13 +43,13 @@ class PerformanceMonitors:
             if not pynvml.nvmlGpmQueryDeviceSupport(whole_gpu).isSupportedDevice:
                 raise pynvml.NVMLError_NotSupported
             self._samples = [pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()]
-        since_s = self.since_s
-        if since_s is not None and now_s - since_s < _GPM_INTERVAL_S:
+        if self.since_s is not None and now_s - self.since_s < _GPM_INTERVAL_S:
             return {}
         first, second = self._samples
-        self._take(handle, first if since_s is None else second)
-        if since_s is None:
-            self.since_s = now_s
+        self._take(handle, second)
+        is_first = self.since_s is None
+        self._samples, self.since_s = [second, first], now_s
+        if is_first:
             return {}
         request = pynvml.c_nvmlGpmMetricsGet_t()
         request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
@@ -57,13 +57,11 @@ class PerformanceMonitors:
         for slot, metric in enumerate(_GPM_METRICS):
             request.metrics[slot].metricId = metric
         pynvml.nvmlGpmMetricsGet(request)
-        metrics = {
+        return {
             answer.metricId: float(answer.value)
             for answer in request.metrics[: len(_GPM_METRICS)]
             if answer.nvmlReturn == pynvml.NVML_SUCCESS and math.isfinite(answer.value) and answer.value >= 0
         }
-        self._samples, self.since_s = [second, first], now_s
-        return metrics
 
     def close(self) -> None:
         """Return the samples to the driver."""
