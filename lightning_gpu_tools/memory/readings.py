@@ -157,15 +157,15 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ROUNDING = 0.01  # sizes in texts have two decimals
 
 # torch's c10/cuda/CUDACachingAllocator.cpp up to 2.15, CUDAMallocAsyncAllocator.cpp, c10/core/impl/alloc_cpu.cpp;
-# numpy's _ArrayMemoryError. Any field may be missing.
+# numpy's _ArrayMemoryError. Any field may be missing. The last two are those of a reading, all others of OutOfMemory.
 _FIELDS = {
     "requested_bytes": rf"(?:[Tt]ried to allocate|Unable to allocate|[Aa]llocation of|Requested[\w ]*:) {_SIZE}",
     "total_bytes": rf"(?:total capacity of|Device limit\s*:) {_SIZE}",
     "free_bytes": rf"(?:of which|Free \(according to CUDA\):) {_SIZE}",
     "own_bytes": rf"this process has {_SIZE}",
     "allowed_bytes": rf"(?:memory fraction\)\s*: |(?=[\d.]+ \w+ allowed;)){_SIZE}",
-    "allocated_bytes": rf"(?:Of the allocated memory|Currently allocated\s*:) {_SIZE}",
     "graph_pool_bytes": rf"with {_SIZE} allocated in private pools",
+    "allocated_bytes": rf"(?:Of the allocated memory|Currently allocated\s*:) {_SIZE}",
     "cached_bytes": rf"and {_SIZE} is reserved by PyTorch but unallocated",
 }
 _OTHER_PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
@@ -281,27 +281,24 @@ def parse(text: str) -> OutOfMemory | None:
     kind = next((kind for pattern, kind in _KINDS.items() if re.search(pattern, text)), None)
     if kind is None:
         return None
-    sizes = {name: _size(re.search(pattern, text)) for name, pattern in _FIELDS.items()}
+    found = {name: _size(re.search(pattern, text)) for name, pattern in _FIELDS.items()}
+    sizes: dict[str, Any] = {name: size for name, size in found.items() if size is not None}
+    allocated, cached = sizes.pop("allocated_bytes", None), sizes.pop("cached_bytes", 0)
     others = {int(match[1]): size for match in _OTHER_PROCESS.finditer(text) if (size := _size(match)) is not None}
-    own_bytes, allocated, reading = sizes["own_bytes"], sizes["allocated_bytes"], None
+    reading = None
     if allocated is not None:
-        reserved = allocated + (sizes["cached_bytes"] or 0)
+        reserved = allocated + cached
         reading = MemoryReading(allocated_bytes=allocated, reserved_bytes=reserved)
         # In a container, torch does not know its own PID.
         large = [(size, pid) for pid, size in others.items() if size >= reserved * (1 - _ROUNDING)]
-        if own_bytes is None and large:
-            own_bytes, own_pid = min(large)
+        if "own_bytes" not in sizes and large:
+            sizes["own_bytes"], own_pid = min(large)
             del others[own_pid]
     workers = _WORKERS.search(text)
     return replace(
         kind,
-        requested_bytes=sizes["requested_bytes"] or 0,
-        total_bytes=sizes["total_bytes"],
-        free_bytes=sizes["free_bytes"],
-        own_bytes=own_bytes,
+        **sizes,
         others=largest_first(GpuProcess(pid=pid, memory_used_bytes=size) for pid, size in others.items()),
-        allowed_bytes=sizes["allowed_bytes"],
-        graph_pool_bytes=sizes["graph_pool_bytes"] or 0,
         workers=() if workers is None else tuple(map(int, workers[1].split(","))),
         reading=reading,
     )
