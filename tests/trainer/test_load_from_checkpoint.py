@@ -147,7 +147,6 @@ def test_a_checkpoint_cannot_choose_what_builds_the_model(tmp_path: Path, hparam
 
 MINE = """
 import torch
-from advised import code_in
 from lightning.pytorch import LightningModule
 
 class Mine(LightningModule):
