@@ -43,13 +43,10 @@ _MAX_LOGGED_RANKS = 64  # eight machines with eight GPUs, each with a dozen metr
 class RunRecorder:
     """The facts that describe a run at any time; created when training starts and the loader is known.
 
-    Ranks exchange facts under ``name`` in ``store``. If ``is_monitored``, GPUs of other nodes are published for loggers
-    and the report.
+    Ranks exchange facts under ``name`` in ``store``.
     """
 
-    def __init__(
-        self, run: Run, timer: Timer, watch: GpuWatch | None, *, name: str, store: Any, is_monitored: bool
-    ) -> None:
+    def __init__(self, run: Run, timer: Timer, watch: GpuWatch | None, *, name: str, store: Any) -> None:
         self.run = run
         self.reader = SafeReader()
         self.watch = watch  # of the GPUs of this node, in one of its processes
@@ -58,7 +55,6 @@ class RunRecorder:
         self.batch_bytes: int | None = None  # of the first batch
         self._timer = timer
         self._clock = clock = timer.clock
-        self._is_monitored = is_monitored
         self._storage = self._checkpoint_storage = ""
         self._readings: dict[Quantity, Timeline] = {}
         self._batch_items: deque[int | None] = deque(maxlen=_MAX_BATCHES)  # of completed steps
@@ -83,14 +79,13 @@ class RunRecorder:
         """Yield what to call in the background: a name, and a function that returns the seconds until the next call."""
         yield "Sampling the loader's workers", self.loaders.poll
         if self.run.place.rank == 0:
-            if self._is_monitored:
-                yield "Sampling the memory", self._poll_memory
-                yield "Measuring the dataset", self._dataset.poll
+            yield "Sampling the memory", self._poll_memory
+            yield "Measuring the dataset", self._dataset.poll
             yield "Sampling the use of the cores", self.cores.users.poll
             yield "Reading the compilations of torch.compile", self.compilations.poll
             yield "Reading the storage", self._read_storage
             yield "Sampling quantities that may grow", self._poll_readings
-        if self.memory is not None and self._is_monitored:
+        if self.memory is not None:
             yield "The search for the largest batch", self.find_largest_batch
 
     @property
@@ -185,7 +180,7 @@ class RunRecorder:
         watch = self.watch
         facts = own_facts(self.run, self._timer, self._source_lines())
         facts["largest_batch_size"] = self.largest_batch_size
-        if self._is_monitored and watch is not None and self.run.place.rank != 0:
+        if watch is not None and self.run.place.rank != 0:
             metrics, facts["troubles"] = watch.take_metrics()
             facts["metrics"] = metrics if self.run.place.world_size <= _MAX_LOGGED_RANKS else {}
             summaries = watch.summaries(at_end=at_end)

@@ -56,7 +56,6 @@ class Session:
         self.thresholds: Mapping[str, Any] = {}
         self.loader_result: LoaderResult | None = None
         self._process = os.getpid()
-        self._is_monitored = False
         self._sampling: dict[str, Any] = {"devices": "trainer", "interval_s": 1.0}
         self.threads: list[BackgroundJobs] = [self.background]
         self.last_step = -1  # of the clock: the last sampled step
@@ -77,7 +76,7 @@ class Session:
     def close(self) -> None:
         """Stop all measuring. Measurements stay readable."""
         timer = self.timer
-        parts: list[Any] = [self.stall_watch, *self.threads, timer.worker_lines, timer.memory, self.gpus, self.ending]
+        parts: list[Any] = [*self.threads, timer.worker_lines, timer.memory, self.gpus, self.ending]
         timer.stop()
         for part in parts:
             if part is not None and not self.is_of_parent:
@@ -92,9 +91,8 @@ class Session:
 
         ``folder`` is that of the report, if there will be one.
         """
-        self._is_monitored = True
         self._sampling = {"devices": devices, "interval_s": interval_s}
-        if stall_after_s is not None and self.stall_watch is None:
+        if stall_after_s is not None:
             board = Board(f"{self._name}/stalls", self.run.place, self._own_store)
             self.stall_watch = StallWatch(
                 self.timer, self.run.place, board, stall_after_s, write_report=self.background.run_now, folder=folder
@@ -115,17 +113,11 @@ class Session:
                     **self._sampling,
                 )
                 self.warn(*([self.gpu_note] if self.gpu_note else []))
-            recorder = RunRecorder(
-                self.run,
-                self.timer,
-                self.gpus,
-                name=f"{self._name}/measured",
-                store=self._store,
-                is_monitored=self._is_monitored,
-            )
-            for name, job in recorder.jobs():
-                self.background.add(name, job)
-            if self._is_monitored and claims.held_claims():
+            name = f"{self._name}/measured"
+            recorder = RunRecorder(self.run, self.timer, self.gpus, name=name, store=self._store)
+            for what, job in recorder.jobs():
+                self.background.add(what, job)
+            if claims.held_claims():
                 self.background.add("Keeping the claim", self._keep_claims)
             recorder.lines.start(self.clock.thread_id)
             self.threads += recorder.lines, recorder.ranks.exchange
@@ -177,7 +169,7 @@ class Session:
             if is_first:
                 compilation_s = self.recorder.reader.read("the compilations", self.recorder.compilations.total_s, 0.0)
                 self.startup.end(compilation_s)
-                if self._is_monitored and self.run.place.rank == 0:
+                if self.run.place.rank == 0:
                     self.clock.as_own_work(self._warn_of_shortcomings, self.recorder)
 
     def _warn_of_shortcomings(self, recorder: RunRecorder) -> None:
@@ -239,8 +231,6 @@ class Session:
 
     def finish(self) -> None:
         """Stop the clock, publish one last time, and on rank 0 wait for the other ranks, but not after an error."""
-        if self.has_finished:
-            return
         if self.stall_watch is not None:
             self.stall_watch.close(self.ending.outcome)
         self.background.close()

@@ -77,29 +77,25 @@ class StallWatch:
         self._facts: StallFacts | None = None  # of this process, once it has stalled
         self._groups: tuple[GroupCalls, ...] = ()
         self._written = 0
-        self._is_reported = self._is_closed = False
         self.jobs = BackgroundJobs()
         self.jobs.add("Watching for stalls", self._poll)
 
-    def close(self, ended: str | None = None) -> None:
-        """End the watch, once, and publish the outcome to the other ranks."""
-        if self._is_closed:
-            return
-        self._is_closed, self.ended = True, ended
+    def close(self, ended: str) -> None:
+        """End the watch, and publish the outcome of training to the other ranks."""
         self.jobs.close()
-        if ended is not None:
-            self._publish()
+        self.ended = ended
+        self._publish()
 
     # In the thread
 
     def _poll(self) -> float:
         clock, patience, lasted_s = self._clock, self._patience, self._patience.stuck_s
+        is_reported = bool(self.stalls) and not self.stalls[-1].is_over
         if patience.poll(clock.now_s, self._mark(), self._phase, clock.steps):
             self._facts, self._groups = None, ()
-            if self._is_reported:
-                self._is_reported = False
+            if is_reported:
                 self._change_stall(is_over=True, lasted_s=lasted_s)
-        if self._is_reported:
+        elif is_reported:
             self._change_stall(lasted_s=patience.stuck_s)
         elif patience.has_stalled:
             self._judge()
@@ -246,7 +242,6 @@ class StallWatch:
             rank=None if waited_for is None else int(waited_for),
         )
         self.stalls = (*self.stalls, stall)
-        self._is_reported = True
         self._write_report()
         with suppress(StalledTrainingWarning):  # if a filter turns warnings into errors
             warnings.warn_explicit("\n".join(lines), StalledTrainingWarning, "lightning_gpu_tools", 1)
