@@ -253,7 +253,7 @@ class AskForReports(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
         session, reporter = self.monitor._session, self.monitor._reporter
-        if trainer.global_step != 150 or session is None or reporter is None or reporter._file is None:
+        if trainer.global_step != 150 or session is None or reporter is None or reporter._measured is None:
             return
         recorder = session.begin()
         recorder.ranks.exchange._board.entries |= {entry["rank"]: entry for entry in self.entries}

@@ -163,7 +163,7 @@ class RunReporter:
 
     def __init__(self, session: Session, folder: str | None, thresholds: Mapping[str, float] | None) -> None:
         self._session = session
-        self._folder, self._is_first = folder, session.run.place.rank == 0
+        self._folder = folder
         self._next_step = 0.0  # of the clock: after which to act
         self._next_judgment = math.inf  # a step of the clock
         self._min_seconds = 0.0
@@ -171,13 +171,13 @@ class RunReporter:
             self._min_seconds = thresholds["min_seconds"]
             self._next_judgment = WARM_UP_STEPS + thresholds["min_steps"]
             session.thresholds = {**thresholds, "min_seconds": AT_END * self._min_seconds}
-        self._file: ReportFile | None = None  # once training has begun
-        self._measured: RunMeasurements | None = None
+        self._file = ReportFile(folder) if folder is not None and session.run.place.rank == 0 else None
+        self._measured: RunMeasurements | None = None  # once training has begun
         self._is_fresh = False  # whether the measurement has not been written yet
         self._saved: Report | None = None
-        if folder is not None and self._is_first:
+        if self._file is not None:
             try:
-                files.check_writable(folder)  # without creating it, because it may stay empty
+                files.check_writable(self._file.folder)  # without creating it, because it may stay empty
             except OSError as error:
                 where = f"not written to {folder!r}: {error.strerror or error}"
                 session.warn(
@@ -189,8 +189,7 @@ class RunReporter:
         """Begin, once training has begun."""
         recorder = self._session.begin()
         self._next_step = 0.0
-        if self._folder is not None and self._is_first and self._session.clock.ran and self._file is None:
-            self._file = ReportFile(self._folder)
+        if self._file is not None and self._session.clock.ran and self._measured is None:
             self._measured, self._is_fresh = recorder.measurements(), True
             self._session.background.add("Writing the report while training runs", self._write)
 
@@ -203,7 +202,7 @@ class RunReporter:
             if session.clock.steps >= self._next_judgment:
                 session.clock.as_own_work(self._judge)
             self._next_step = min(self._next_step, self._next_judgment)
-            if session.report_wanted and self._file is not None:
+            if session.report_wanted and self._measured is not None:
                 session.clock.as_own_work(self._measure)
 
     def _judge(self) -> None:
@@ -217,7 +216,7 @@ class RunReporter:
         recorder = session.begin()
         exchange, measured = recorder.ranks.exchange, recorder.measurements()
         # Rank 0 may still lack the speed of other ranks.
-        is_early = self._is_first and exchange.ranks > max(1, len(measured.ranks))
+        is_early = session.run.place.rank == 0 and exchange.ranks > max(1, len(measured.ranks))
         diagnosis = conclude(session, measured)
         if diagnosis is None or diagnosis.verdict == "too_short" or is_early:
             self._next_judgment = later
@@ -256,18 +255,16 @@ class RunReporter:
         if self._folder is None:
             return diagnosis
         if recorder is None or diagnosis is None:
-            if self._is_first and ending.outcome != COMPLETED:
+            if self._file is not None and ending.outcome != COMPLETED:
                 notify("error", self._folder, outcome=ending.outcome)
-        elif not self._is_first:
+        elif self._file is None:
             if ending.out_of_memory is not None:  # rank 0 may wait for this rank forever
                 say(f"Why:  {printable(diagnosis.why, 1000)}\nNext: {printable(diagnosis.next_step, 1000)}")
         elif not session.clock.ran and ending.out_of_memory is None and ending.failure is None:
             missing = ", ".join(recorder.unseen)  # printed, because filters may hide a warning
             say(f"This run has no report, because this version of Lightning lacks {missing}.")
         else:
-            # No file: another callback failed when training started.
-            file = self._file or ReportFile(self._folder)
-            publish(describe(session), file, session.run.loggers, session.run.logged_step - 1)
+            publish(describe(session), self._file, session.run.loggers, session.run.logged_step - 1)
         return diagnosis
 
     def give_up(self) -> None:
