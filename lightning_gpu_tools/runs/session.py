@@ -35,7 +35,7 @@ class Session:
     """All measurements of one run, each made once.
 
     Call :meth:`begin` when training starts, :meth:`after_step` after each step, :meth:`finish` at the end, and then
-    :meth:`close`. Several callbacks can share a session and call every method: only the first call of each step counts.
+    :meth:`close`. Callbacks can share a session, of which the monitor makes these calls.
 
     ``timer`` creates the driver of the clock, from the clock and a function to call when validation begins and ends.
     """
@@ -58,7 +58,7 @@ class Session:
         self._process = os.getpid()
         self._sampling: dict[str, Any] = {"devices": "trainer", "interval_s": 1.0}
         self.threads: list[BackgroundJobs] = [self.background]
-        self.last_step = -1  # of the clock: the last sampled step
+        self._has_stepped = False
         self._logs: int | None = None
         self._next_log_s = 0.0  # by the clock
         self._alarms = 0  # of the memory's history, that were passed on
@@ -161,16 +161,17 @@ class Session:
 
     def after_step(self, batch: Any = None) -> None:
         """Sample what is due after a step; ``batch`` is its batch, unless recorded when the step began."""
-        if self.clock.steps != self.last_step and self.recorder is not None:
-            is_first, self.last_step = self.last_step < 0, self.clock.steps
-            if batch is not None:
-                self.recorder.note_batch(batch)
-            self.recorder.after_step()
-            if is_first:
-                compilation_s = self.recorder.reader.read("the compilations", self.recorder.compilations.total_s, 0.0)
-                self.startup.end(compilation_s)
-                if self.run.place.rank == 0:
-                    self.clock.as_own_work(self._warn_of_shortcomings, self.recorder)
+        recorder = self.recorder
+        if recorder is None:
+            return
+        if batch is not None:
+            recorder.note_batch(batch)
+        recorder.after_step()
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.startup.end(recorder.reader.read("the compilations", recorder.compilations.total_s, 0.0))
+            if self.run.place.rank == 0:
+                self.clock.as_own_work(self._warn_of_shortcomings, recorder)
 
     def _warn_of_shortcomings(self, recorder: RunRecorder) -> None:
         nothing: list[str] = []
