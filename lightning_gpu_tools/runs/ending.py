@@ -155,13 +155,13 @@ class Ending:
         """Record a failure, in the allocating thread and without the allocator's lock."""
         assert self._gpu is not None
         self._failures += 1
-        lines: tuple[readings.MemoryLine, ...] = ()
+        self._last = readings.OutOfMemory(
+            phase=self.clock.current.phase, grad_enabled=torch.is_grad_enabled(), reading=self._counted()
+        )
         if self._failures.bit_count() == 1:  # a program may catch one in every step
             usual = () if self._counters is None else self._counters.usual  # blocks that belong to the optimizers
-            lines = by_line(one for one in live_blocks(self._gpu) if one.stack and one.address not in usual)
-        self._last = readings.OutOfMemory(
-            phase=self.clock.current.phase, grad_enabled=torch.is_grad_enabled(), reading=self._counted(), lines=lines
-        )
+            blocks = (one for one in live_blocks(self._gpu) if one.stack and one.address not in usual)
+            self._last = replace(self._last, lines=by_line(blocks))
 
     @property
     def allocator_failures(self) -> int:
@@ -239,9 +239,10 @@ class Ending:
         if found.phase == UNEXPLAINED:
             found = replace(found, phase=_phase_of(error) or (clock.current.phase if clock.ran else readings.SETUP))
         if message.source != "host" and run.gpu is not None:
+            ranks, watch = (None, None) if recorder is None else (recorder.ranks, recorder.watch)
             variable = next(filter(os.environ.__contains__, _ALLOCATOR_SETTINGS), _ALLOCATOR_SETTINGS[-1])
             found = replace(
-                with_gpus(found, run, *((None, None) if recorder is None else (recorder.ranks, recorder.watch))),
+                with_gpus(found, run, ranks, watch),
                 allocator=f"{variable}={os.environ.get(variable, '')}",
                 model=_model_size(run, memory),
                 # Those that would benefit much from their fused kernel, unlike SGD.
