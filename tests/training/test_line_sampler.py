@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from measured_runs import timed_steps
+from synthetic import timed_steps
 
 from lightning_gpu_tools.training import line_sampler
 from lightning_gpu_tools.training.line_sampler import SWITCH_S, WINDOW_SAMPLES, LineSampler, WorkerLines
