@@ -6,22 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from lightning_gpu_tools.memory.readings import MemoryLine
 from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, SourceLine
 from lightning_gpu_tools.units import format_bytes, printable
 
-SHARED_GPU: Final = "shared_gpu"  # a verdict; a cause has the same name
 Verdict = Literal["healthy", "low", "too_short", "shared_gpu", "unknown", "out_of_memory"]
 Basis = Literal["measured", "heuristic"]
 Evidence = dict[str, float | str | None]  # None = unknown
 
-# Our defaults: smaller gains drown in noise, and no setting removes shorter times, such as handing over a ready batch.
+# Our defaults: smaller gains drown in noise.
 MIN_CEILING = 1.05
 MIN_CEILING_LOWER = 1.02
-MIN_COST_S_PER_STEP = 0.001
 MIN_UTILIZATION_PERCENT = 70.0  # SageMaker's LowGPUUtilization rule
 # Our defaults.
 MIN_STEPS = 50  # steady steps before a verdict

@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from lightning_gpu_tools.advice.causes import MEMORY_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.findings import (
     MAX_UNNAMED,
     MIN_CEILING,
     MIN_CEILING_LOWER,
-    MIN_COST_S_PER_STEP,
-    SHARED_GPU,
     Cause,
     Evidence,
     Finding,
@@ -35,6 +33,8 @@ from lightning_gpu_tools.training.phases import PAUSES, TRAINING_STEP, UNEXPLAIN
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, plural
 
+_SHARED_GPU: Final = "shared_gpu"  # a verdict; a cause has the same name
+_MIN_COST_S_PER_STEP = 0.001  # our default: no setting removes shorter times, such as handing over a ready batch
 _MIN_UNNAMED_IDLE = 0.15  # our default, of the wall time: idle in the step beyond what findings explain
 LeftOut = tuple[Finding, str]  # a finding that needs no change, and the reason
 
@@ -50,7 +50,7 @@ def why_not(run: RunMeasurements, cause: Cause[Any], finding: Finding) -> str:
         return f"removing one part of it makes {run.activity} less than {100 * (MIN_CEILING - 1):.0f}% faster"
     if finding.ceiling_lower <= MIN_CEILING_LOWER:
         return "it occurs too rarely, or varies too much, to be more than chance"
-    if cost_s < MIN_COST_S_PER_STEP and not cause.ignores_min_cost:
+    if cost_s < _MIN_COST_S_PER_STEP and not cause.ignores_min_cost:
         return f"it is {format_duration(cost_s)} per step, too little to matter"
     return ""
 
@@ -64,7 +64,7 @@ def judge(
     remarks = [finding for finding in findings if kinds[finding.cause] == "remark"]
     found = [finding for finding in findings if kinds[finding.cause] in ("idle", "busy")]
     if any(finding.share for finding in others):  # they compute; otherwise they only hold memory, as far as known
-        return SHARED_GPU, others, ()
+        return _SHARED_GPU, others, ()
     percent = busy_percent(run)
     verdict: Verdict = "healthy"
     if not run.on_gpu or percent is None:
@@ -88,7 +88,7 @@ def judge(
     if verdict == "low":
         return verdict, [*found, *others], ()
     if others and 100 * worked_share(run) < min_utilization_percent:  # the work may be theirs
-        return SHARED_GPU, others, ()
+        return _SHARED_GPU, others, ()
     return verdict, found, left_out
 
 
@@ -101,7 +101,7 @@ def words_of(
             f"The driver does not report GPU utilization, and nothing on the host slows {run.activity} down.",
             "Check nvidia-smi dmon. On a MIG instance, the driver reports no utilization.",
         )
-    if verdict == SHARED_GPU:
+    if verdict == _SHARED_GPU:
         return findings[0].why, findings[0].advice
     gpus, percent = "GPUs are" if len(run.ranks) > 1 else "GPU is", busy_percent(run)
     gpu = "" if percent is None else f"The {gpus} busy {percent:.0f}% of the time. "
