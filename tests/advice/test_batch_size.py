@@ -1,7 +1,5 @@
 """The largest batch that fits, from the record of a smaller one, and the model of torch's allocator."""
 
-from typing import Any
-
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -41,12 +39,6 @@ def needed(size: int, *, sample_mib: int = 4, weights: int = 100 * MIB, keeps: b
     return 2 * weights + max(2 * output + (weights if keeps else 0), output + weights)
 
 
-def fitting(steps: list[StepMemory], room: int, **options: Any) -> int:
-    size = largest_batch(steps, room, **options)
-    assert size is not None
-    return size
-
-
 samples_mib, weights_mib = st.sampled_from([2, 4, 6, 10]), st.sampled_from([100, 400])
 
 
@@ -55,7 +47,8 @@ def test_the_largest_batch_fits_and_a_little_more_does_not(
     batch_size: int, sample_mib: int, weights_mib: int, room_mib: int, keeps: bool
 ) -> None:
     run = recorded(batch_size, sample_mib, weights_mib * MIB)
-    fits = fitting(run, room_mib * MIB, keeps_gradients=keeps)
+    fits = largest_batch(run, room_mib * MIB, keeps_gradients=keeps)
+    assert fits is not None
     model = {"sample_mib": sample_mib, "weights": weights_mib * MIB}
     assert fits == 0 or needed(fits, keeps=keeps, **model) <= 0.98 * room_mib * MIB
     # The state may lie in a block from which an output could have been cut, and a search is exact to a percent.

@@ -12,7 +12,7 @@ from synthetic import COPIES, LOADER, NO_WORKERS, STEP, WAITS, a_host, contended
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Finding, top_lines
 from lightning_gpu_tools.advice.lost_time import FIND_FUNCTION, idle_in_step, idle_in_step_share
-from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, OPTIMIZER
+from lightning_gpu_tools.training.phases import DATA_LOADING, FORWARD, IN_WORKER, OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import (
     CoreUser,
     LoadingFacts,
@@ -53,21 +53,14 @@ def test_the_advice_fits_the_case(run: RunMeasurements, words: str) -> None:
     assert words in first(run).advice
 
 
-def sampled(at_sync: int, elsewhere: int) -> tuple[SourceLine, ...]:
-    places = (("train.py", 42, at_sync), ("train.py", 50, elsewhere))
-    return tuple(
-        SourceLine(phase="training_step/forward", file=file, line=line, function="training_step", samples=samples)
-        for file, line, samples in places
-    )
-
-
 @given(
     st.floats(1.0, 100.0), st.floats(0.0, 100.0), st.floats(0, 5000), st.sampled_from([None, 42]), st.integers(0, 200)
 )
 def test_idle_time_in_a_step_goes_to_one_reason_or_two(
     ms: float, utilization: float, operations: float, line: int | None, at_sync: int
 ) -> None:
-    run = gpu_run({"training_step": ms}, utilization, **watched(operations, line), lines=sampled(at_sync, 100))
+    lines = tuple(seen(FORWARD, samples, number, file="train.py") for number, samples in ((42, at_sync), (50, 100)))
+    run = gpu_run({"training_step": ms}, utilization, **watched(operations, line), lines=lines)
     idle = idle_in_step(run)
     assert sum(idle) == pytest.approx(idle_in_step_share(run))
     assert min(idle) >= 0

@@ -22,17 +22,8 @@ from lightning_gpu_tools.training.run_measurements import (
 )
 
 
-def plan(
-    load_s: float,
-    step_s: float,
-    budget: HostBudget,
-    *,
-    cpu_s: float | None = None,
-    batch_bytes: int | None = None,
-    step_cores: float = 1.0,
-) -> LoaderPlan:
-    cost = LoadCost(wall_s=load_s, cpu_s=cpu_s, batch_bytes=batch_bytes)
-    return plan_loader(NO_WORKERS, cost, step_s=step_s, host=budget, cuda=True, step_cores=step_cores)
+def plan(load_s: float, step_s: float, host: HostBudget, **cost: Any) -> LoaderPlan:
+    return plan_loader(NO_WORKERS, LoadCost(wall_s=load_s, **cost), step_s=step_s, host=host, cuda=True)
 
 
 def test_enough_workers_are_planned_with_some_headroom() -> None:
