@@ -62,7 +62,9 @@ class GpuWatch:
     ) -> None:
         from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
-        self._job_pids = job_pids if nvml.pids_are_ours() else lambda: None
+        # Returns the driver's PIDs of this job's processes on the node; None if unknown, as in a container.
+        self.own_pids = job_pids if nvml.pids_are_ours() else lambda: None
+        self.calls_cpu_s = 0.0  # CPU time of all calls, which have threads of their own
         self._gpus = {gpu.uuid: gpu for gpu in gpus if gpu.uuid is not None}
         self._trained_on = frozenset(not_none(gpu.uuid for gpu in trained_on))
         self._interval_s = min(interval_s, _MAX_INTERVAL_S)
@@ -90,7 +92,6 @@ class GpuWatch:
         self._latest: dict[str, GpuSample] = {}
         self._probes: dict[str, GpuProbe] = {}
         self._failures: dict[str, Exception] = {}  # GPU -> why it is no longer measured
-        self._calls_cpu_s: dict[str, float] = {}  # by GPU
         self._begun = self._done = 0  # polls
         self._polled = threading.Condition()  # its lock guards everything that is collected
         self.jobs = BackgroundJobs()
@@ -101,16 +102,6 @@ class GpuWatch:
             if isinstance(error, NvmlUnavailableError):
                 self.jobs.close()
                 raise error
-
-    @property
-    def calls_cpu_s(self) -> float:
-        """CPU time of all calls, which have threads of their own."""
-        return sum([*self._calls_cpu_s.values()])
-
-    @property
-    def own_pids(self) -> frozenset[int] | None:
-        """The driver's PIDs of this job's processes on the node; ``None`` if unknown, as in a container."""
-        return self._job_pids()
 
     def enter(self, phase: Phase) -> None:
         """Assign samples to this phase from now on. The first phase is training."""
@@ -238,7 +229,7 @@ class GpuWatch:
             problems[uuid] = f"{late}. This GPU is not measured until it answers. Check `dmesg`."
         for uuid, problem in problems.items():
             found[uuid] = dataclasses.replace(found[uuid], problems=(*found[uuid].problems, problem))
-        own_pids = self.own_pids
+        own_pids = self.own_pids()
         return {uuid: with_shares(window, own_pids) for uuid, window in found.items()}
 
     def _poll(self) -> float:
@@ -264,7 +255,8 @@ class GpuWatch:
         except Exception as error:  # noqa: BLE001 - training continues after any error
             self._failures[uuid] = error
         finally:
-            self._calls_cpu_s[uuid] = self._calls_cpu_s.get(uuid, 0.0) + time.thread_time()
+            with self._polled:
+                self.calls_cpu_s += time.thread_time()
 
     def _add(self, sample: GpuSample) -> None:
         for windows in (*self._recent.values(), *self._whole.values()):

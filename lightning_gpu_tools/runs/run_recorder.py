@@ -210,8 +210,9 @@ class RunRecorder:
         memory = replace(memory, gpu=(self.run.place.node, self.own_gpu.index, str(self.own_gpu.uuid)))
         if self.watch is None:
             return memory
-        own_pids = None if self.watch.own_pids is None else tuple(sorted(self.watch.own_pids))
-        return replace(memory, samples=tuple(self.watch.noted_memory()), own_pids=own_pids)
+        own_pids = self.watch.own_pids()
+        pids = None if own_pids is None else tuple(sorted(own_pids))
+        return replace(memory, samples=tuple(self.watch.noted_memory()), own_pids=pids)
 
     # All of it
 

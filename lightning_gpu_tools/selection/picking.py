@@ -23,7 +23,6 @@ from lightning_gpu_tools.selection.ranking import (
     attainable,
     best_set,
     folded_reasons,
-    mixed_models,
     rank_gpus,
     why_picked,
 )
@@ -239,8 +238,10 @@ class Attempt:
 
             links, nodes = nvml.read_connections([str(candidate.gpu.uuid) for candidate in candidates])
             chosen = best_set(candidates, count, links, nodes, memory_matters=request.min_free_bytes is None)
-        if not request.names_gpus and (warning := mixed_models(chosen)):
-            claims.warn_once(warning)
+        models = [candidate.gpu.name or "unknown" for candidate in chosen]
+        if len({*models}) > 1 and not request.names_gpus:
+            differ = f"The {count} picked GPUs differ ({', '.join(models)})"
+            claims.warn_once(f"{differ}. Training waits for the slowest in each step.")
         if request.among is not None:  # child processes number GPUs in this order once CUDA has started in the parent
             chosen = tuple(sorted(chosen, key=lambda candidate: visible.index(candidate.gpu)))
         held = None

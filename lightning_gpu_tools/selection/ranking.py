@@ -399,11 +399,3 @@ def best_set(
 
     sets = [grown(seed, ranks) for ranks in groups if len(ranks) >= missing for seed in ranks]
     return tuple(candidates[rank] for rank in sorted(max(sets, key=quality)))
-
-
-def mixed_models(chosen: Sequence[Candidate]) -> str:
-    """Return a warning if the chosen GPUs are of several models; else ``""``."""
-    names = [candidate.gpu.name or "unknown" for candidate in chosen]
-    if len({*names}) == 1:
-        return ""
-    return f"The {len(chosen)} picked GPUs differ ({', '.join(names)}). Training waits for the slowest in each step."
