@@ -45,11 +45,13 @@ def placed(driver: Driver, path: str, environments: list[dict[str, str]], *argum
     return [next(iter(said(line, driver)["placed"].values())) for line in lines]
 
 
+@pytest.mark.parametrize("given", [{}, {"CUDA_VISIBLE_DEVICES": "1,2"}], ids=["picked", "given"])
 def test_a_claim_of_two_ranks_lives_until_the_last_ends(
-    driver: Driver, script: Callable[[str], str], claims_dir: Path
+    driver: Driver, script: Callable[[str], str], claims_dir: Path, given: dict[str, str]
 ) -> None:
     command = [sys.executable, script(f"place_and_say(exclusive=True){STAY}")]
-    ranks = [subprocess.Popen(command, env=torchrun(rank), stdin=-1, stdout=-1, text=True) for rank in (0, 1)]
+    environments = [torchrun(rank, **given) for rank in (0, 1)]
+    ranks = [subprocess.Popen(command, env=one, stdin=-1, stdout=-1, text=True) for one in environments]
     assert all(rank.stdout and rank.stdout.readline() for rank in ranks)
     for rank in ranks:
         assert live_claims(claims_dir) == [("exclusive", 2)]
