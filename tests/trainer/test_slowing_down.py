@@ -1,6 +1,7 @@
 """Trainings that really keep more and more, on a clock that moves by hand as this is gone through."""
 
 import ctypes
+import gc
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +29,7 @@ KEPT = 250_000  # numbers per step, of 1 MB
 def spend(hand_clock: HandClock, monkeypatch: pytest.MonkeyPatch) -> Spend:
     """Let the time pass that sessions see."""
     monkeypatch.setattr(run_recorder, "_READ_EVERY_S", 0.001)
+    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # else what earlier tests have left over is kept first, and nothing grows
     return hand_clock.spend
 
@@ -50,13 +52,6 @@ class Reading(Callback):
         return sum(sum(one._weights) for one in recorder._readings.values())
 
 
-class Lengths(Samples):
-    """Samples that get longer; each is a row."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(1 + index // 30, 4)
-
-
 class Steady(Model):
     """Takes 5 ms for each row of a batch, of which there is one."""
 
@@ -66,11 +61,11 @@ class Steady(Model):
         return loss
 
 
-def fit(folder: Path, model: Model, *callbacks: Callback, **options: bool) -> Any:
-    """Train, on samples that get longer if there are options of their loader; return the finding."""
+def fit(folder: Path, model: Model, *callbacks: Callback, samples: Any = None, **options: bool) -> Any:
+    """Train, and return the finding."""
     advisor = GPUUtilizationAdvisor(min_seconds=0.001)
     trainer = quiet_trainer(folder, callbacks=[*callbacks, advisor, Reading(advisor)])
-    trainer.fit(model, loader((Lengths if options else Samples)(STEPS), **options))
+    trainer.fit(model, loader(samples or Samples(STEPS), **options))
     return finding_on(advisor, "slowing_down")
 
 
@@ -124,5 +119,6 @@ def test_a_kept_graph_is_named_and_a_detached_sum_is_healthy(tmp_path: Path, spe
 
 @pytest.mark.follows("shuffle the samples, or limit the elements per batch")
 def test_growing_batches_are_named_and_shuffled_ones_are_healthy(tmp_path: Path, spend: Spend) -> None:
-    assert fit(tmp_path, Steady(spend), shuffle=False).evidence["kind"] == "larger_batches"
-    assert fit(tmp_path, Steady(spend), shuffle=True) is None
+    longer = [torch.ones(1 + index // 30, 4) for index in range(STEPS)]
+    assert fit(tmp_path, Steady(spend), samples=longer).evidence["kind"] == "larger_batches"
+    assert fit(tmp_path, Steady(spend), samples=longer, shuffle=True) is None
