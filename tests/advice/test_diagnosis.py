@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from synthetic import a_block, cpu_run, gpu_run, sampled_idle
 
@@ -152,6 +152,7 @@ _PHASES = st.sampled_from(
     st.integers(0, 16),
     st.dictionaries(_PHASES, st.tuples(st.floats(0, 100), st.floats(0, 100))),
 )
+@example({"callback/A": 5.0, "unexplained": 1.0}, None, 75.0, True, 0, {"data_loading": (0.0, 0.0)})
 def test_the_laws_of_every_diagnosis(
     phase_ms: dict[str, float],
     blocks: list[StepBlock] | None,

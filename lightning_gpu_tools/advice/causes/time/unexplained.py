@@ -3,6 +3,8 @@
 Adds the Trainer's own time beyond the usual, and the GPU's idle time inside the step that no other finding explains.
 """
 
+from dataclasses import replace
+
 from lightning_gpu_tools.advice.findings import MAX_UNNAMED, Cause, Finding, Findings, Variant, label_of
 from lightning_gpu_tools.advice.lost_time import idle_share, lost_share, lost_time
 from lightning_gpu_tools.training.phases import OUTSIDE_LOOP, TRAINER, UNEXPLAINED, base_phase
@@ -23,7 +25,7 @@ def find(run: RunMeasurements) -> Findings:
         if phase not in run.phase_s:
             continue
         share = min(lost_share(run, phase), idle_share(run))
-        yield lost_time(
+        found = lost_time(
             run,
             share,
             f'The line "{label_of(phase, run.activity)}" takes',
@@ -33,6 +35,8 @@ def find(run: RunMeasurements) -> Findings:
             has_function=True,
             avoidable=share - _usual(run, phase),
         )
+        # That this time has no name is sure, even if the GPU's own times contradict the driver's utilization.
+        yield replace(found, ceiling_lower=found.ceiling)
 
 
 def _usual(run: RunMeasurements, phase: str) -> float:
