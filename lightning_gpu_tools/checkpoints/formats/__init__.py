@@ -10,7 +10,8 @@ A new format is a module here, and an entry in ``_FILES`` or ``_FOLDERS``. A for
   the content, with tensors made with ``structure.plain_tensor``, which are then mapped. Numbers in another byte order
   are a fault.
 
-Its suffix is one of ``structure.SUFFIXES``.
+Its suffix is one of ``structure.SUFFIXES``. One that ``checkpoint convert`` does not write is added to those in
+``checkpoint_at``, and not to these.
 
 A format with several files has
 
