@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import socket
 
 TIMEOUT_LOCK_S = 30.0  # about 300 picks of 0.1 s; after that, the holder hangs or keeps the lock on purpose
+_TIMEOUT_CREATION_S = 2.0  # mkdir to chmod takes microseconds, unless the process loses the CPU
 MAX_RECORD_BYTES = 16 * 1024  # a record of 16 GPUs with 7 MIG instances each has 6 KiB
 _MAX_RECORDS_PER_USER = 1000  # the latest ones; a job has one record per process
 # Our default: two files for each process of 100 users with 50 processes each. To read them all takes a second.
@@ -356,6 +357,9 @@ def _create_and_open(path: str) -> int:
     try:
         os.makedirs(path, mode=0o1777)
     except FileExistsError:
+        give_up_s = time.monotonic() + _TIMEOUT_CREATION_S
+        while _is_being_made(os.lstat(path)) and time.monotonic() < give_up_s:
+            time.sleep(0.01)
         return _open(path)
     except OSError as error:
         advice = f"An administrator can create it: mkdir -m 1777 {printable_path(path)}"
@@ -363,6 +367,11 @@ def _create_and_open(path: str) -> int:
     descriptor = _open(path)
     os.fchmod(descriptor, 0o1777)  # regardless of this process's umask
     return descriptor
+
+
+def _is_being_made(found: os.stat_result) -> bool:
+    """Return whether another user may have created the folder just now, and not yet opened it to everybody."""
+    return found.st_uid != os.geteuid() and not found.st_mode & 0o002 and time.time() - found.st_ctime < 1
 
 
 def _open(path: str) -> int:

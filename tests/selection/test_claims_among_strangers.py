@@ -52,6 +52,12 @@ STAY = """
 print("there", flush=True)
 signal.pause()
 """
+WAITS = """
+import time
+now_s, sleep = os.stat(path).st_ctime, time.sleep
+time.time, time.monotonic = lambda: now_s, lambda: 0.0
+time.sleep = lambda seconds: print("waits", flush=True) or sleep(seconds)
+"""
 USERS = """
 with read_ledger(path) as ledger:
     print(*(claim.user for claim in ledger.claims()))
@@ -170,6 +176,16 @@ def test_users_see_each_others_claims_without_an_administrator(path: Path) -> No
         one.kill()
         # In a sticky folder this user cannot remove what the first one left, and need not.
         assert run_as(CAROL, path, USERS).stdout == f"uid {BOB}\n"
+
+
+@needs_root
+def test_a_folder_that_another_user_makes_is_waited_for(path: Path) -> None:
+    path.chmod(0o755)  # made, and not yet opened to everybody
+    job = Job(BOB, path, f"{WAITS}{TAKE}print('took')")
+    wait_for(lambda: "waits\n" in job.stdout)
+    path.chmod(0o1777)
+    assert job.wait() == 0, job.stderr
+    assert job.stdout.endswith("took\n")
 
 
 ATTACKS = [
