@@ -238,7 +238,7 @@ def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:
 
 def read_alone(board: Board, store: TCPStore, rank: int) -> None:
     """Read a single entry with two requests, for comparison: does it exist, and what is it?"""
-    key = board._key(f"rank {rank}")
+    key = f"{board._name}/{rank}"
     if store.check([key]):
         json.loads(store.get(key))
 
