@@ -127,7 +127,7 @@ class TensorInfo:
 
 
 def plain_tensor(dtype: str, shape: tuple[int, ...], start: int) -> TensorInfo:
-    """Describe a tensor whose numbers are a block of its own, in order, from this byte of the file on."""
+    """Describe a tensor whose numbers are a block of its own, in order, from this byte of the file on; any will do."""
     strides = (1, *itertools.accumulate(reversed(shape), operator.mul))[: len(shape)]
     part = Part("", start, (0,) * len(shape), shape, strides[::-1])
     return TensorInfo(dtype, shape, None, parts=(part,), laid_out=shape)
