@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta
 
-from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, not_none
+from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, not_none, weighted_mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,6 +253,9 @@ def mean_window(windows: Sequence[GpuWindow]) -> GpuWindow:
     means: dict[str, Any] = {
         name: (max if name in _SHARES else fmean)(known) for name, known in values.items() if known
     }
+    # A GPU that was lost counts for as long as it was observed.
+    percents = [window.utilization_percent_mean or 0.0 for window in windows]
+    means["utilization_percent_mean"] = weighted_mean(percents, [one.utilization_observed_s for one in windows])
     return GpuWindow(**means)
 
 

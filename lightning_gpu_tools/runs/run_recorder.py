@@ -218,7 +218,8 @@ class RunRecorder:
 
     def _windows(self, phase: Phase = "training") -> Sequence[GpuWindow]:
         """Return the whole run so far of each GPU of this node that trains."""
-        return () if self.watch is None else self.watch.trained_on(phase)
+        read = None if self.watch is None else partial(self.watch.trained_on, phase)
+        return () if read is None else self.reader.read("the GPU's metrics", read, [])
 
     def measurements(self) -> RunMeasurements:
         """Return everything measured so far, in the training thread."""

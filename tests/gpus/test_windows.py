@@ -12,6 +12,7 @@ from lightning_gpu_tools.gpus.metrics import (
     GpuWindow,
     Timeline,
     gpu_metrics,
+    mean_window,
     over_run,
     with_shares,
 )
@@ -113,6 +114,14 @@ def test_peaks_include_validation_but_means_do_not():
 
 
 # Where readers look for a metric: in the loggers and their documentation, and in the report
+
+
+def test_a_lost_gpu_counts_for_as_long_as_it_was_observed() -> None:
+    lost = GpuWindow(utilization_percent_mean=10.0, utilization_observed_s=1.0, power_watts=100.0)
+    whole = GpuWindow(utilization_percent_mean=90.0, utilization_observed_s=9.0, power_watts=300.0)
+    mean = mean_window([lost, whole])
+    assert (mean.utilization_percent_mean, mean.power_watts) == (82.0, 200.0)
+    assert mean_window([]).utilization_percent_mean is None
 
 
 def test_docs_list_the_logged_metrics() -> None:
